@@ -1,0 +1,84 @@
+"""What the tests share: the recipes as modules, and the real `accelerate launch` on real processes."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = {processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)}
+ACCELERATE = Path(sys.executable).with_name("accelerate")
+REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
+
+needs_real_data = pytest.mark.skipif(
+    not (REAL_DATA / "cifar-10-batches-py").is_dir(), reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
+)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(command, cwd=ROOT, check=True, timeout=600, **env):
+    """Run a command as a user would; return its exit code, stdout and stderr."""
+    process = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if check:
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
+    return process
+
+
+def launch(processes, script, *arguments, **kwargs):
+    """`accelerate launch` with the checked-in config for so many processes, on CPU."""
+    return run([ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments], **kwargs)
+
+
+def train(processes, output_dir, *arguments, recipe="ddp_cifar", **kwargs):
+    """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and left behind."""
+    defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, "--output-dir", output_dir]
+    process = launch(processes, ROOT / f"recipes/{recipe}.py", *defaults, *arguments, **kwargs)
+    return SimpleNamespace(process=process, **outputs(output_dir))
+
+
+def outputs(directory):
+    lines = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
+    return {
+        "summary": json.loads(Path(directory, "summary.json").read_text()),
+        "train": [line for line in lines if line["event"] == "train"],
+        "evaluations": [line for line in lines if line["event"] == "evaluation"],
+        "weights": Path(directory, "model.safetensors"),
+    }
+
+
+def control_characters(text):
+    return re.findall(r"[^\x20-\x7e\n]", text)
+
+
+def answer(program, processes, tmp_path):
+    """What a program under tests/programs writes when so many processes run it."""
+    launch(processes, ROOT / f"tests/programs/{program}.py", tmp_path / "answer.json", PYTHONPATH=str(ROOT / "tests"))
+    return json.loads((tmp_path / "answer.json").read_text())
+
+
+def the_error_line(process):
+    """The one line by which a recipe refused, and nothing else of its own: no traceback, no second voice."""
+    assert process.returncode != 0
+    lines = [line for line in process.stderr.splitlines() if re.match(r"[a-z_]+_cifar: error: ", line)]
+    assert len(lines) == 1, process.stdout + process.stderr
+    assert "Traceback" not in process.stdout + process.stderr.partition(lines[0])[0]
+    return lines[0]

@@ -1,0 +1,94 @@
+"""Launched by test_pipeline.py: the pipeline against the unsplit model over the same microbatches.
+
+The recipe's own functions train for one step, whose update is the gradient itself, or for twenty with momentum; the
+unsplit model does the same in one process. The twenty are in float64: a ResNet-50 at its start turns a rounding error
+of float32 into a hundredth of its gradient within one step, whatever computes it.
+Writes {case: [largest deviation of an update, largest update, loss of the last step, the reference's]} to argv[1].
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator
+from conftest import load
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+recipe = load("recipes/pipeline_cifar.py")
+accelerator = Accelerator(cpu=True)
+mesh = init_device_mesh("cpu", (accelerator.num_processes // 2, 2), mesh_dim_names=("dp", "pp"))
+pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
+answers, models = {}, {}
+
+
+def make_optimizer(parameters, steps):
+    optimizer = torch.optim.SGD(parameters, lr=1.0 if steps == 1 else 1e-4, momentum=0 if steps == 1 else 0.9)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=16, shrink=2, dtype=torch.float32):
+    args = SimpleNamespace(
+        model=model_name, stem="cifar", split=split, schedule=schedule_name, microbatches=microbatches
+    )
+    if model_name not in models:
+        torch.manual_seed(0)
+        models[model_name] = recipe.build_model(args).to(memory_format=torch.channels_last).train()
+    whole, reference = (copy.deepcopy(models[model_name]).to(dtype) for _ in range(2))
+    initial = copy.deepcopy(whole.state_dict())
+    images, labels = recipe.synthetic_images(steps * batch * replicas.size(), seed=4)
+    images = F.avg_pool2d(images.permute(0, 3, 1, 2).to(dtype), shrink).sub(128).div(64)  # small images save time
+    batches = list(zip(images.chunk(steps), labels.chunk(steps), strict=True))
+
+    blocks = recipe.cut(recipe.model_blocks(whole), args)[pipeline.rank()]
+    schedule, stage = recipe.make_pipeline(args, accelerator, blocks, pipeline)
+    optimizer, scheduler = make_optimizer(stage.submod.parameters(), steps)
+    optimizer = accelerator.prepare_optimizer(optimizer)
+    stage.submod.train()
+    mine = slice(batch * replicas.rank(), batch * (replicas.rank() + 1))
+    for x, y in batches:
+        totals = recipe.pipeline_train_step(
+            schedule, stage, pipeline, replicas, optimizer, scheduler, x[mine], y[mine], None
+        )
+    loss, _, samples = accelerator.reduce(totals.float()).tolist()
+    assert samples == batch * replicas.size()
+    updated = recipe.merged_state_dict(stage.submod, pipeline)
+
+    if accelerator.is_main_process:
+        optimizer, scheduler = make_optimizer(reference.parameters(), steps)
+        for x, y in batches:
+            parts = microbatches * replicas.size()
+            losses = [
+                F.cross_entropy(reference(part), target) / parts
+                for part, target in zip(x.chunk(parts), y.chunk(parts), strict=True)
+            ]
+            sum(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = {name: value.detach() - initial[name] for name, value in reference.named_parameters()}
+        deviation = max((updated[name] - initial[name] - move).abs().max().item() for name, move in moved.items())
+        largest = max(move.abs().max().item() for move in moved.values())
+        case = f"{model_name} {schedule_name} {microbatches} {split} {steps}"
+        answers[case] = [deviation, largest, loss / samples, sum(losses).item()]
+    distributed.barrier()
+
+
+processes = accelerator.num_processes
+for model_name in ("simple_cnn", "resnet50"):
+    for microbatches in (1, 2, 4, 8) if processes < 8 or model_name == "simple_cnn" else (2, 8):
+        compare(model_name, "gpipe", microbatches)
+        if microbatches > 1:
+            compare(model_name, "1f1b", microbatches)
+if processes < 8:
+    compare("resnet50", "1f1b" if processes == 2 else "gpipe", 2, steps=20, batch=4, dtype=torch.float64)
+if processes == 2:
+    for split in ("bn1", "layer1.0", "layer2.3", "fc"):
+        compare("resnet50", "gpipe", 2, split)
+if accelerator.is_main_process:
+    Path(sys.argv[1]).write_text(json.dumps(answers))
+accelerator.free_memory()
+accelerator.end_training()

@@ -1,0 +1,63 @@
+"""The README says what the recipes do: flags, differences between them, make targets."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, load, run
+from test_recipes import RECIPES
+
+README = (ROOT / "README.md").read_text()
+
+
+def table_rows(header):
+    """The rows of the table under a header line, as lists of cells without backticks."""
+    rows = README.partition(f"{header}\n")[2].splitlines()[1:]
+    rows = rows[: next((index for index, row in enumerate(rows) if not row.startswith("|")), len(rows))]
+    return [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def documented_flags(recipe):
+    """{flag: default} of a recipe, as the README has them."""
+    flags = {flag: default for flag, default, _ in table_rows("| flag | default | meaning |")}
+    if recipe == "pipeline_cifar":
+        del flags["--accumulation-steps"]
+    for flag, recipes, default, _ in table_rows("| flag | recipe | default | meaning |"):
+        if recipe.removesuffix("_cifar") in recipes.split(", "):
+            flags[flag] = default
+    return flags | {"--output-dir": f"runs/{recipe}"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_flags_are_those_of_help(recipe):
+    text = run([sys.executable, ROOT / f"recipes/{recipe}.py", "--help"], COLUMNS="1000").stdout
+    shown = dict(re.findall(r"^  (--[a-z-]+)(.*)$", text, re.MULTILINE))
+    documented = documented_flags(recipe)
+    assert shown.keys() == documented.keys()
+    for flag, default in documented.items():
+        if re.search(r"\(default: (?!None)[^)]+\)$", shown[flag]) and flag != "--cpu":
+            actual = re.search(r"\(default: ([^)]+)\)$", shown[flag])[1]
+            assert actual == default or default in ("balanced", "all") or "config's" in default, flag
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "ddp_cifar"])
+def test_the_differences_shown_are_real(recipe):
+    section = README.partition(f"## recipes/{recipe}.py\n")[2].partition("\n## ")[0]
+    (shown,) = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
+    files = [str(ROOT / f"recipes/{name}.py") for name in ("ddp_cifar", recipe)]
+    difference = subprocess.run(["diff", "--unified=2000", *files], capture_output=True, text=True).stdout.splitlines()
+    for line in shown.splitlines():
+        assert line in difference, f"no longer a difference: {line}"
+
+
+def test_the_make_targets_named_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
+    assert {"demo", "test", "train"} <= named <= targets
+
+
+def test_the_schedule_is_the_documented_one():
+    assert "rises linearly over the first fifth" in README
+    recipe = load("recipes/ddp_cifar.py")
+    assert [recipe.learning_rate_factor(step, 10) for step in (0, 1, 9, 10)] == [0.5, 1.0, 0.125, 0.0]

@@ -1,0 +1,137 @@
+"""The training step and the evaluation against independent references, and a run as a whole."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+import torchvision
+from conftest import CONFIGS, REAL_DATA, ROOT, answer, control_characters, load, needs_real_data, run, train
+from safetensors.torch import load_file
+
+recipe = load("recipes/ddp_cifar.py")
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_resnet50_applies_the_mean_gradient_of_all_ranks(processes, tmp_path):
+    gradient = answer("ddp_gradient", processes, tmp_path)
+    assert gradient["largest"] > 0.01
+    assert gradient["deviation"] < 1e-5
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_evaluation_counts_each_sample_once(processes, tmp_path):
+    for size, (told, direct) in answer("evaluation", processes, tmp_path).items():
+        assert told == pytest.approx(direct, abs=1e-6), f"{size} samples"
+
+
+def test_a_training_set_smaller_than_a_window_is_weighted_right(tmp_path):
+    """5120 samples in microbatches of 2048 are 2 of the 4 that were asked for: one step an epoch, on their mean."""
+    partial = train(1, tmp_path / "partial", "--batch-size", 2048, "--accumulation-steps", 4, "--epochs", 1)
+    full = train(1, tmp_path / "full", "--batch-size", 2048, "--accumulation-steps", 2, "--epochs", 1)
+    assert partial.summary["steps"] == 1 and partial.summary["global_batch_size"] == 4096
+    torch.testing.assert_close(load_file(partial.weights), load_file(full.weights), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("total_steps", [1, 2, 5, 6, 100])
+def test_the_schedule_is_defined_everywhere_and_ends_near_zero(total_steps):
+    factors = [recipe.learning_rate_factor(step, total_steps) for step in range(total_steps + 1)]
+    assert all(0 < factor <= 1 for factor in factors[:-1])
+    assert max(factors) == 1 and factors[-1] == 0
+    if total_steps == 100:
+        assert factors[19] == 1 and factors[:20] == sorted(factors[:20]) and factors[19:] == sorted(factors[19:])[::-1]
+
+
+@pytest.fixture(scope="module")
+def resnet_run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("resnet")
+    flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 32, "--max-steps", 6, "--log-every", 2]
+    return train(2, directory, *flags)
+
+
+def test_weights_load_in_a_plain_torchvision_model(resnet_run):
+    model = torchvision.models.resnet50(num_classes=10)
+    model.load_state_dict(load_file(resnet_run.weights), strict=True)
+    model.eval()
+    dataset = recipe.ImageTensors(*recipe.synthetic_images(1024, seed=2), torch.device("cpu"))
+    with torch.no_grad():
+        batches = [dataset.__getitems__(list(range(start, start + 256))) for start in range(0, 1024, 256)]
+        correct = sum((model(images).argmax(1) == labels).sum().item() for images, labels in batches)
+    assert correct / 1024 == pytest.approx(resnet_run.summary["test_accuracy"], abs=2e-3)
+
+
+def test_summary_and_metrics_hold_what_is_documented(resnet_run):
+    summary = resnet_run.summary
+    assert summary["recipe"] == "ddp_cifar" and summary["device"] == "cpu" and summary["precision"] == "fp32"
+    assert (summary["model"], summary["stem"], summary["data"]) == ("resnet50", "imagenet", "synthetic")
+    assert (summary["world_size"], summary["global_batch_size"]) == (2, 64)
+    assert (summary["epochs"], summary["steps"], summary["seed"]) == (30, 6, 0)
+    assert summary["versions"].keys() == {"torch", "torchvision", "accelerate"}
+    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["train_loss"] == resnet_run.train[-1]["loss"]
+    assert 100 * 2**20 < summary["peak_memory_bytes"] < 100 * 2**30
+    assert summary["seconds"] > summary["measured_seconds"] > 0
+    # The first two of six steps are warm-up.
+    assert summary["measured_images"] == 4 * 64
+    assert summary["images_per_second"] == pytest.approx(4 * 64 / summary["measured_seconds"])
+
+    assert [line["step"] for line in resnet_run.train] == [2, 4, 6]
+    keys = {"event", "epoch", "step", "loss", "accuracy", "learning_rate", "images_per_second"}
+    assert all(line.keys() == keys for line in resnet_run.train)
+    assert [line["images_per_second"] is None for line in resnet_run.train] == [True, False, False]
+    (evaluation,) = resnet_run.evaluations
+    assert evaluation.keys() == {"event", "epoch", "step", "test_loss", "test_accuracy", "samples"}
+    assert evaluation["test_accuracy"] == summary["test_accuracy"] and evaluation["samples"] == 1024
+
+
+def test_a_pipe_gets_plain_lines_from_the_main_process_only(resnet_run):
+    text = resnet_run.process.stdout
+    assert control_characters(text) == []
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith("step ")] == [
+        ["step", "2/6"],
+        ["step", "4/6"],
+        ["step", "6/6"],
+    ]
+    for fact in ("global_batch_size: 64", "world_size: 2", " steps: 6\n", "linear warm-up to 0.01", torch.__version__):
+        assert text.count(fact) == 1, text
+
+
+def test_a_terminal_gets_a_panel_and_a_live_display(tmp_path):
+    command = [CONFIGS[2], ROOT / "recipes/ddp_cifar.py", "--data synthetic --model simple_cnn --cpu --max-steps 4"]
+    line = f"accelerate launch --config_file {' '.join(map(str, command))} --log-every 2 --output-dir {tmp_path}"
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    # script(1) gives the command a terminal of its own
+    process = run(
+        ["script", "--quiet", "--return", "--command", line, "/dev/null"],
+        PATH=path,
+        TERM="xterm-256color",
+        COLUMNS="100",
+    )
+    screen = process.stdout
+    assert screen.count("╭") == 2, "one panel before and one after, from the main process alone"
+    assert "\x1b[?25l" in screen and "\x1b[?25h" in screen, "no live display, or the cursor was not given back"
+    assert "4/4" in screen
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+    assert text.index("global_batch_size") < text.index("first steps")
+
+
+def test_it_learns_synthetic_data(tmp_path):
+    result = train(2, tmp_path, "--epochs", 3, "--batch-size", 64, "--lr", 0.2)
+    assert result.summary["test_accuracy"] > 0.8
+    assert [line["epoch"] for line in result.evaluations] == [1, 2, 3]
+
+
+@needs_real_data
+def test_it_learns_cifar10(tmp_path):
+    flags = ["--data", "cifar10", "--data-dir", REAL_DATA, "--batch-size", 64, "--max-steps", 60, "--log-every", 20]
+    result = train(2, tmp_path, *flags, "--lr", 0.2)
+    assert result.summary["samples"] == 10_000
+    assert result.summary["test_accuracy"] > 0.2
+    assert result.train[-1]["loss"] < result.train[0]["loss"]
+
+
+def test_every_launch_leaves_cleanly(tmp_path):
+    """Gloo aborts at exit now and then where the process group is left to the interpreter."""
+    codes = [train(2, tmp_path, "--max-steps", 1, "--batch-size", 8, check=False).process.returncode for _ in range(8)]
+    assert codes == [0] * 8
