@@ -19,20 +19,23 @@ import gc
 import json
 import math
 import os
+import pickle
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
 import accelerate
 import torch
 import torchvision
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import get_int_from_env
+from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env, send_to_device
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -201,12 +204,17 @@ def make_pipeline(args, accelerator, blocks, group):
     return schedule(stage, args.microbatches, loss_fn=F.cross_entropy), stage
 
 
-def merged_state_dict(stage, group):
+def gather_stages(mine, pipeline):
+    """Return what every stage of a pipeline has, in order, on its first process, and an empty list on the other."""
+    parts = [None] * STAGES if pipeline.rank() == 0 else None
+    distributed.gather_object(send_to_device(mine, "cpu"), parts, group=pipeline, group_dst=0)
+    return parts or []
+
+
+def merged_state_dict(stage, pipeline):
     """Return the whole model's state dict, with its own names, on the first process of a pipeline."""
-    mine = {name.replace("/", "."): value.cpu().contiguous() for name, value in stage.state_dict().items()}
-    parts = [None] * STAGES if distributed.get_rank(group) == 0 else None
-    distributed.gather_object(mine, parts, group=group, group_dst=0)
-    return {name: value for part in parts or [] for name, value in part.items()}
+    parts = gather_stages(stage.state_dict(), pipeline)
+    return {name.replace("/", "."): value.contiguous() for part in parts for name, value in part.items()}
 
 
 # ------------------------------------------------------------------------------------------------- training step
@@ -249,15 +257,17 @@ def learning_rate_factor(step, total_steps):
 
 # ---------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def pipeline_evaluate(accelerator, schedule, stage, replicas, loader):
-    """Loss and accuracy over the whole test set, each sample counted exactly once. `replicas` is the process group of
-    this stage in all pipelines."""
+def pipeline_evaluate(accelerator, schedule, stage, replicas, loader, interruption):
+    """Loss and accuracy over the whole test set, each sample counted exactly once; None when interrupted. `replicas` is
+    the process group of this stage in all pipelines."""
     stage.submod.eval()
     for buffer in stage.submod.buffers():  # every pipeline has BatchNorm statistics of its own: take the first one's
         distributed.broadcast(buffer, group=replicas, group_src=0)
     batch_size, pipelines, pipeline = loader.batch_sampler.batch_size, replicas.size(), replicas.rank()
     totals = torch.zeros(3, device=accelerator.device)
     for index, (images, labels) in enumerate(loader):
+        if interruption.agreed():
+            return None
         # Every pass has shape and strides of the first: the last batch fills itself up, and what fills it is left out.
         images, labels = (torch.cat([x] * math.ceil(batch_size / len(x)))[:batch_size] for x in (images, labels))
         real = len(loader.dataset) - (index * pipelines + pipeline) * batch_size
@@ -270,6 +280,185 @@ def pipeline_evaluate(accelerator, schedule, stage, replicas, loader):
     return {"test_loss": loss / samples, "test_accuracy": correct / samples, "samples": int(samples)}
 
 
+# --------------------------------------------------------------------------------------------------- checkpoints
+class Checkpoints:
+    """step-N.pt in the output directory: the whole state after N optimizer steps, in one file that is there whole or
+    not at all.
+
+    `states` are state dicts by name, one dictionary per pipeline stage, so one in most recipes; `part` is what every
+    process has for itself. A checkpoint may be read by another number of processes if the global batch stays.
+    """
+
+    format = 1
+    pattern = f"step-{'[0-9]' * 8}.pt"
+    # What may differ between a checkpoint and the run that goes on from it; all else must be equal.
+    free = (
+        "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume world_size batch_size "
+        "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen versions"
+    ).split()
+
+    def __init__(self, accelerator, args, run):
+        self.accelerator, self.args, self.run = accelerator, args, json.loads(json.dumps(run))
+        self.directory = Path(args.output_dir)
+
+    def save(self, report, step, states, part):
+        """Write step-N.pt, then delete all but the newest `--keep`. Where it cannot be written the run ends, and the
+        earlier ones are untouched."""
+        part = {**part, "rng": torch.get_rng_state()}
+        if self.accelerator.device.type == "cuda":
+            part["cuda_rng"] = torch.cuda.get_rng_state()
+        parts, error = gather_object([send_to_device(part, "cpu")]), None
+        if self.accelerator.is_main_process:
+            metrics = Path(self.directory, "metrics.jsonl").read_text()
+            content = {"format": self.format, "run": self.run, "step": step, "metrics": metrics, "parts": parts}
+            unfinished, path = self.directory / "checkpoint.tmp", self.directory / f"step-{step:08}.pt"
+            try:
+                with open(unfinished, "wb") as file:
+                    torch.save(content | {"states": send_to_device(states, "cpu")}, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(unfinished, path)
+                directory = os.open(self.directory, os.O_RDONLY)
+                os.fsync(directory)  # or a power failure could undo the rename
+                os.close(directory)
+                for old in sorted(self.directory.glob(self.pattern))[: -self.args.keep]:
+                    old.unlink()
+            except (OSError, RuntimeError) as problem:  # torch.save reports a full disk as a RuntimeError
+                unfinished.unlink(missing_ok=True)
+                error = f"error: cannot write {path} ({problem}), earlier ones are untouched: make room and --resume"
+        (error,) = broadcast_object_list([error])
+        if error:
+            report.leave(1, error.replace("\n", " "))
+
+    def load(self):
+        """Return the checkpoint that `--resume` asks for, the same on all processes, or None to start afresh."""
+        found = [None, None]
+        if self.accelerator.is_main_process and self.args.resume:
+            try:
+                found = [self.find(), None]
+            except ValueError as problem:
+                found = [None, f"argument --resume: {problem}"]
+        checkpoint, problem = broadcast_object_list(found)
+        if problem:
+            refuse(problem)
+        return checkpoint
+
+    def find(self):
+        if self.args.resume != "auto":
+            return self.compare(self.args.resume, self.read(self.args.resume))
+        paths = sorted(self.directory.glob(self.pattern), reverse=True)
+        for path in paths:
+            try:
+                checkpoint = self.read(path)
+            except ValueError as problem:
+                print(f"{RECIPE}: passed over: {problem}", file=sys.stderr, flush=True)
+            else:
+                return self.compare(path, checkpoint)
+        if paths:
+            raise ValueError(f"no intact checkpoint in {self.directory}, choose another --output-dir to start afresh")
+        print(f"{RECIPE}: no checkpoint in {self.directory} yet, starting afresh", flush=True)
+        return None
+
+    def read(self, path):
+        """Return a checkpoint's content, none of which is executed. Raises ValueError where it is not intact."""
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch.load does not look at the checksums
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            version = content["format"]
+        except OSError as error:
+            raise ValueError(f"cannot read {path} ({error.strerror}), choose a file step-N.pt or auto") from error
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path} holds code instead of data and was not loaded, choose another") from error
+        except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
+            damaged = error
+        if damaged:
+            raise ValueError(f"{path} is not a complete checkpoint ({damaged}), choose another or auto")
+        if version != self.format:
+            raise ValueError(f"{path} has format {version}, this recipe reads {self.format}: use the one that wrote it")
+        return content
+
+    def compare(self, path, checkpoint):
+        """Return the checkpoint if this run can go on from it. Raises ValueError that names what differs."""
+        ours, theirs = self.run, checkpoint["run"]
+        samples, now = theirs["global_batch_size"], ours["global_batch_size"]
+        if ours["recipe"] == theirs["recipe"] and samples != now:
+            remedies = [
+                f"--{name.replace('_', '-')} {ours[name] * samples // now}"
+                for name in ("batch_size", "accumulation_steps")
+                if name in ours and ours[name] * samples % now == 0
+            ]
+            keep = " or ".join(remedies) or "another number of processes"
+            raise ValueError(f"the global batch is {samples} in {path} and {now} here, keep it with {keep}")
+        names = [name for name in ours | theirs if name not in self.free]
+        differences = [
+            f"{name} is {theirs.get(name)} there, {ours.get(name)} here"
+            for name in names
+            if theirs.get(name) != ours.get(name)
+        ]
+        if differences:
+            raise ValueError(f"{path} is of another run: {'; '.join(differences)}. Match it or choose another")
+        return checkpoint
+
+    def restore(self, checkpoint, objects, stage=0):
+        """Put a checkpoint's states into `objects`, by name, and return this process's part."""
+        problem, rank, parts = None, self.accelerator.process_index, checkpoint["parts"]
+        try:
+            for name, thing in objects.items():
+                thing.load_state_dict(checkpoint["states"][stage][name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            problem = f"stage {stage} of the checkpoint does not fit this model ({error})".replace("\n", " ")
+        for misfit in filter(None, gather_object([problem])):
+            refuse(f"argument --resume: {misfit}, choose another checkpoint")
+        if rank < len(parts):
+            torch.set_rng_state(parts[rank]["rng"])
+            if "cuda_rng" in parts[rank] and self.accelerator.device.type == "cuda":
+                torch.cuda.set_rng_state(parts[rank]["cuda_rng"])
+        if len(parts) == self.accelerator.num_processes:
+            return parts[rank]
+        # Another number of processes: the sums over all of them go on in the first.
+        totals = torch.stack([part["totals"] for part in parts]).sum(0)
+        return {"totals": totals if rank == 0 else torch.zeros_like(totals)}
+
+
+class Interruption:
+    """SIGTERM, SIGINT or SIGUSR1 to any process, or the launcher's death: all processes stop after the same step.
+
+    They agree by votes among the hosts, which overlap the step, so that no device waits.
+    """
+
+    def __init__(self, accelerator):
+        self.received = self.signal = 0
+        self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
+        self.vote, self.ballot = None, torch.zeros(1, dtype=torch.int64)
+        # Under accelerate launch, which does not pass every signal on before it dies.
+        self.launcher = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        if not self.received:
+            self.received, self.since = number, time.monotonic()
+        # A second Ctrl-C stops at once. The launcher turns it into SIGTERM, and passes on what has come directly, too.
+        elif signal.SIGINT in (self.received, number) and time.monotonic() - self.since > 0.5:
+            Console().show_cursor()
+            os._exit(128 + number)
+
+    def agreed(self):
+        """Return the signal on which all processes stop now, or 0: the outcome of the votes cast one call ago."""
+        if self.launcher and os.getppid() != self.launcher:
+            self.received = self.received or signal.SIGTERM
+        if self.group is None:
+            self.signal = self.received
+            return self.signal
+        if self.vote:
+            self.vote.wait()
+            self.signal = self.ballot.item()
+        self.ballot.fill_(self.received)
+        self.vote = distributed.all_reduce(self.ballot, distributed.ReduceOp.MAX, group=self.group, async_op=True)
+        return self.signal
+
+
 # ----------------------------------------------------------------------------------------------------- reporting
 class Report:
     """The main process's voice: live on a terminal, plain lines elsewhere, metrics.jsonl in any case.
@@ -277,16 +466,19 @@ class Report:
     It also measures throughput, over all processes. The first line of metrics is warm-up and left out.
     """
 
-    def __init__(self, accelerator, output_dir, total_steps):
-        main = accelerator.is_main_process
+    def __init__(self, accelerator, output_dir, total_steps, start, metrics):
+        self.accelerator, main = accelerator, accelerator.is_main_process
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
         self.file = open(Path(output_dir, "metrics.jsonl") if main else os.devnull, "w", buffering=1)
+        self.file.write(metrics)
+        trained = [line for line in map(json.loads, metrics.splitlines()) if line["event"] == "train"]
+        self.loss = trained[-1]["loss"] if trained else None
         self.live = main and self.console.is_terminal
-        self.started, self.total_steps = time.perf_counter(), total_steps
+        self.started, self.start, self.total_steps = time.perf_counter(), start, total_steps
         self.warm, self.images, self.seconds = False, 0, 0.0
         columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
-        self.task = self.progress.add_task("first steps", total=total_steps)
+        self.task = self.progress.add_task("first steps", total=total_steps, completed=start)
 
     def table(self, title, values):
         """Show a dictionary: in a box on a terminal, as plain lines elsewhere."""
@@ -307,17 +499,18 @@ class Report:
         """Report `totals` (losses, correct answers, samples: summed over `seconds` of training on all processes)
         and a recipe's own metrics."""
         loss, correct, images = totals
+        self.loss = loss / images
         rate = images / seconds if self.warm else None
         if self.warm:
             self.images, self.seconds = self.images + int(images), self.seconds + seconds
         self.warm = True
-        metrics = {"epoch": epoch, "step": step, "loss": loss / images, "accuracy": correct / images}
+        metrics = {"epoch": epoch, "step": step, "loss": self.loss, "accuracy": correct / images}
         self.write("train", {**metrics, "learning_rate": learning_rate, "images_per_second": rate, **own})
         text = (
-            f"epoch {epoch} loss {loss / images:.3f} accuracy {correct / images:.1%} lr {learning_rate:.2g} "
+            f"epoch {epoch} loss {self.loss:.3f} accuracy {correct / images:.1%} lr {learning_rate:.2g} "
             f"images/s {'-' if rate is None else format(rate, ',.0f')}"
         ) + "".join(f" {name} {value:g}" for name, value in own.items())
-        left = (time.perf_counter() - self.started) * (self.total_steps / step - 1)
+        left = (time.perf_counter() - self.started) / (step - self.start) * (self.total_steps - step)
         self.progress.update(self.task, description=text)
         if not self.live:
             self.console.print(f"step {step}/{self.total_steps} {text} left {left:.0f}s")
@@ -331,6 +524,32 @@ class Report:
 
     def write(self, event, values):
         self.file.write(json.dumps({"event": event, **values}) + "\n")
+
+    def leave(self, status, message):
+        """End this process before the training is complete, when all others have come here, too."""
+        self.progress.stop()
+        if self.accelerator.is_main_process:
+            print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
+        self.accelerator.wait_for_everyone()
+        os._exit(status)
+
+    def sums(self, totals, parameters, scheduler, step):
+        """Return the sums over all processes of losses, correct answers and samples since the last report, of which
+        `totals` (4,) has this process's, and the number of steps since one had a loss that was not finite. End all
+        processes if there is one, or a weight that is not finite. This waits for the device."""
+        finite = torch.nn.utils.get_total_norm(parameters).isfinite().float()
+        ranks = self.accelerator.gather(torch.cat((totals, finite[None]))[None]).tolist()
+        broken = int(max(steps for *_, steps, _ in ranks))
+        which = [rank for rank, (*_, steps, finite) in enumerate(ranks) if (steps == broken if broken else not finite)]
+        if which:
+            first = step - max(broken - 1, 0)
+            rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch - 1 - (step - first))
+            message = f"error: the {'loss' if broken else 'gradient'} of step {first} is not finite on rank "
+            message += f"{', '.join(map(str, which))} at learning rate {rate:.3g}"
+            if broken and len(which) == len(ranks):
+                message += f" (or the gradient of step {first - 1} was not)"
+            self.leave(1, message + ": not saved; start again with a lower --lr, or look for bad samples")
+        return [sum(column) for column in zip(*ranks, strict=True)][:3]
 
 
 def peak_memory(accelerator):
@@ -348,7 +567,8 @@ def refuse(message):
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
         time.sleep(60)  # the launcher stops everybody once one process has left: let the one that speaks be first
     print(f"{RECIPE}: error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    sys.stdout.flush()
+    os._exit(2)  # without the tear-down, in which gloo may abort
 
 
 def parse_args(**own_flags):
@@ -368,7 +588,10 @@ def parse_args(**own_flags):
     add("--lr", type=float, default=0.02, help="peak learning rate per 128 samples of global batch")
     add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
     add("--log-every", type=int, default=10, help="optimizer steps between two lines of metrics")
-    add("--output-dir", default=f"runs/{RECIPE}", help="for metrics.jsonl, summary.json and model.safetensors")
+    add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints, metrics, summary and weights")
+    add("--checkpoint-every", type=int, help="optimizer steps between checkpoints, beside those at each epoch's end")
+    add("--keep", type=int, default=2, help="how many checkpoints to keep")
+    add("--resume", metavar="{auto,PATH}", help="go on from a checkpoint; auto: the newest in the output directory")
     add("--cpu", action="store_true", help="leave the GPUs alone: processes on CPU cores, over gloo")
     for name, options in own_flags.items():
         add(f"--{name.replace('_', '-')}", **options)
@@ -382,6 +605,14 @@ def parse_args(**own_flags):
         tempfile.TemporaryFile(dir=args.output_dir).close()
     except OSError as error:
         refuse(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another directory")
+    checkpoints = list(Path(args.output_dir).glob(Checkpoints.pattern))
+    if checkpoints and get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):  # --max_restarts, after a process died
+        args.resume = "auto"
+    if checkpoints and not args.resume:
+        refuse(
+            f"{args.output_dir} holds the checkpoints of a run: go on from the last with --resume auto, or choose "
+            "another --output-dir"
+        )
     return args
 
 
@@ -486,40 +717,69 @@ def main():
         "lr_schedule": f"linear warm-up to {peak_lr:.3g} over a fifth of the steps, then linear decay to 0",
         "versions": {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)},
     }
-    report = Report(accelerator, args.output_dir, total_steps)
+    checkpoints = Checkpoints(accelerator, args, run)
+    state = {"model": stage.submod, "optimizer": optimizer, "scheduler": scheduler}
+    totals = torch.zeros(4, device=accelerator.device)  # since the last report; see `Report.sums`
+    start, metrics = 0, ""
+    if checkpoint := checkpoints.load():
+        start, metrics = checkpoint["step"], checkpoint["metrics"]
+        part = checkpoints.restore(checkpoint, state, pipeline.rank())
+        totals.copy_(part["totals"])
+        stage.submod.load_state_dict(part.get("buffers", {}), strict=False)
+    del checkpoint
+    run["resumed_from"] = start
+    interruption = Interruption(accelerator)
+    report = Report(accelerator, args.output_dir, total_steps, start, metrics)
     report.table("run", run)
 
-    totals = torch.zeros(3, device=accelerator.device)  # losses, correct answers, samples since the last report
     with report.progress:
-        for step in range(1, total_steps + 1):
-            epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
-            if step_in_epoch == 0:
-                train_loader.set_epoch(epoch)
-                if hasattr(train_loader.dataset, "set_epoch"):  # some prepared loaders do not pass it on
-                    train_loader.dataset.set_epoch(epoch)
-                batches, clock = iter(train_loader), time.perf_counter()
-                stage.submod.train()
+        # A checkpoint of an epoch's last step is from before the evaluation: going on from it begins with that.
+        for epoch in range(max(start - 1, 0) // steps_per_epoch, math.ceil(total_steps / steps_per_epoch)):
+            train_loader.set_epoch(epoch)
+            if hasattr(train_loader.dataset, "set_epoch"):  # some prepared loaders do not pass it on
+                train_loader.dataset.set_epoch(epoch)
+            first = epoch * steps_per_epoch
+            last = min(first + steps_per_epoch, total_steps)
+            start = max(start, first)
+            batches, clock = iter(skip_first_batches(train_loader, start - first)), time.perf_counter()
+            stage.submod.train()
+            for step in range(start + 1, last + 1):
+                learning_rate = scheduler.get_last_lr()[0]
+                images, labels = next(batches)
+                totals[:3] += pipeline_train_step(
+                    schedule, stage, pipeline, replicas, optimizer, scheduler, images, labels, args.clip_norm
+                )
+                totals[3] += ~totals[0].isfinite()
+                report.progress.advance(report.task)
 
-            learning_rate = scheduler.get_last_lr()[0]
-            images, labels = next(batches)
-            totals += pipeline_train_step(
-                schedule, stage, pipeline, replicas, optimizer, scheduler, images, labels, args.clip_norm
-            )
-            report.progress.advance(report.task)
-
-            last_of_epoch = step_in_epoch + 1 == steps_per_epoch or step == total_steps
-            if last_of_epoch or step % args.log_every == 0:
-                sums = accelerator.reduce(totals).tolist()  # waits for the device, so that the clock is right
-                report.train(epoch + 1, step, learning_rate, sums, time.perf_counter() - clock)
-                totals.zero_()
-                clock = time.perf_counter()
-            if last_of_epoch:
-                test = pipeline_evaluate(accelerator, schedule, stage, replicas, test_loader)
-                report.evaluation(epoch + 1, step, test)
+                stop = interruption.agreed()
+                log = step == last or step % args.log_every == 0
+                save = stop or step == last or (args.checkpoint_every and step % args.checkpoint_every == 0)
+                if log or save:
+                    sums = report.sums(totals, stage.submod.parameters(), scheduler, step)
+                if log:
+                    report.train(epoch + 1, step, learning_rate, sums, time.perf_counter() - clock)
+                    totals.zero_()
+                    clock = time.perf_counter()
+                if save:
+                    before = time.perf_counter()
+                    states = []  # of the first pipeline, and of all of them what BatchNorm counted
+                    if replicas.rank() == 0:
+                        mine = {name: thing.state_dict() for name, thing in state.items()}
+                        states = gather_stages(mine, pipeline)
+                    part = {"totals": totals, "buffers": dict(stage.submod.named_buffers())}
+                    checkpoints.save(report, step, states, part)
+                    clock += time.perf_counter() - before
+                if stop:
+                    report.leave(128 + stop, f"stopped after step {step}, which is saved: --resume auto goes on")
+            test = pipeline_evaluate(accelerator, schedule, stage, replicas, test_loader, interruption)
+            if test is None:
+                report.leave(128 + interruption.signal, "stopped in the evaluation: --resume auto goes on from it")
+            report.evaluation(epoch + 1, last, test)
 
     memory = peak_memory(accelerator)
     results = {
-        "train_loss": sums[0] / sums[2],
+        "train_loss": report.loss,
         **test,
         "images_per_second": report.images / report.seconds if report.images else None,  # None: it was all warm-up
         "measured_images": report.images,
