@@ -1,30 +1,43 @@
 """A run that was stopped and resumed is the run that was not, bit for bit."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ROOT, launch, run
 
-STEPS_PER_EPOCH = 10  # two epochs of 640 samples at a global batch of 64
+STEPS = 20  # two epochs of 640 samples at a global batch of 64
+RECIPES = [
+    *(("ddp_cifar", processes) for processes in (1, 2, 4)),
+    *(("amp_cifar", processes) for processes in (1, 2, 4)),
+    ("data_parallel_cifar", 1),
+    *(("pipeline_cifar", processes) for processes in (2, 4)),
+]
+PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
 
-def watched(processes, recipe, directory, *flags, disturbances=None, check=True):
-    command = [ROOT / "tests/programs/watched.py", recipe, directory / "batches", json.dumps(disturbances or {})]
-    command += ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--epochs", 2, "--log-every", 3]
-    Path(directory).mkdir(exist_ok=True)
-    flags = ["--output-dir", directory, *flags]
-    return launch(processes, *command, *flags, check=check, PYTHONPATH=str(ROOT / "tests"))
+def forked(runs, directory):
+    """Exit codes and output of runs that need no launcher: see programs/forked.py."""
+    Path(directory, "runs.json").write_text(json.dumps(runs, default=str))
+    run([sys.executable, ROOT / "tests/programs/forked.py", "runs.json", "answer.json"], cwd=directory, **PROGRAMS)
+    return json.loads(Path(directory, "answer.json").read_text())
 
 
 def content(path):
-    return torch.load(path, weights_only=True)
+    """A checkpoint, without what differs between two equal runs: where it is, when it was saved, how long it took."""
+    checkpoint = torch.load(path, weights_only=True)
+    for name in ("output_dir", "checkpoint_every", "keep", "resume"):
+        del checkpoint["run"][name]
+    return {**checkpoint, "metrics": untimed(checkpoint["metrics"])}
 
 
-def metrics(directory):
-    lines = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "images_per_second"} for line in lines]
+def untimed(metrics):
+    return [
+        {key: value for key, value in json.loads(line).items() if key != "images_per_second"}
+        for line in metrics.splitlines()
+    ]
 
 
 def batches(directory, rank):
@@ -48,45 +61,109 @@ def assert_identical(one, other, where=""):
         assert one == other, where
 
 
-@pytest.mark.parametrize(
-    ("recipe", "processes"),
-    [
-        *(("ddp_cifar", processes) for processes in (1, 2, 4)),
-        *(("amp_cifar", processes) for processes in (1, 2, 4)),
-        ("data_parallel_cifar", 1),
-        *(("pipeline_cifar", processes) for processes in (2, 4)),
-    ],
-)
-def test_stopped_and_resumed_is_uninterrupted(recipe, processes, tmp_path):
-    """Resumed from the first step, stopped in mid-epoch, resumed, stopped at the epoch's end, resumed."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+def stopped_and_resumed(recipe, processes, directory):
+    """The uninterrupted run, and one that resumes from its first step, stops in mid-epoch, resumes, stops at the
+    epoch's end, and resumes."""
     share = 64 * (2 if recipe == "pipeline_cifar" else 1) // processes
-    flags = ["--batch-size", share]
-    watched(processes, recipe, whole, *flags, "--checkpoint-every", 1, "--keep", 20)
-
-    flags += ["--keep", 3]
+    whole, broken = directory / f"{recipe}-{processes}-whole", directory / f"{recipe}-{processes}-broken"
+    common = {"recipe": recipe, "processes": processes}
+    flags = ["--batch-size", share, "--checkpoint-every", 1, "--keep", STEPS]
+    runs = [{**common, "directory": whole, "flags": flags}]
     latency = 0 if processes == 1 else 1  # the votes of one step are counted after the next
-    last = processes - 1
-    start = whole / "step-00000001.pt"
-    for resume, begin, stop, what in ((start, 1, 4, "SIGTERM"), ("auto", 4, 10, "SIGINT"), ("auto", 10, None, None)):
-        disturbances = {str(last): [stop - begin - latency, what]} if stop else {}
-        process = watched(
-            processes, recipe, broken, *flags, "--resume", resume, disturbances=disturbances, check=not stop
-        )
-        assert f"resumed_from: {begin}\n" in process.stdout
-        if stop:
-            assert process.returncode != 0 and f"stopped after step {stop}, which is saved" in process.stderr
-            assert not (broken / "summary.json").exists()
+    first = whole / "step-00000001.pt"
+    for resume, begin, stop, what in ((first, 1, 4, "SIGTERM"), ("auto", 4, 10, "SIGINT"), ("auto", 10, None, None)):
+        disturbances = {str(processes - 1): [stop - begin - latency, what]} if stop else {}
+        flags = ["--batch-size", share, "--keep", 3, "--resume", resume]
+        runs.append({**common, "directory": broken, "flags": flags, "disturbances": disturbances})
+    return runs
 
+
+def check_stopped_and_resumed(recipe, processes, directory, outcomes):
+    whole, broken = directory / f"{recipe}-{processes}-whole", directory / f"{recipe}-{processes}-broken"
+    expected = ((0, 0, None), (143, 1, 4), (130, 4, 10), (0, 10, None))
+    for (codes, output), (code, begin, stop) in zip(outcomes, expected, strict=True):
+        assert codes == [code] * processes, output
+        assert output.count(f"resumed_from: {begin}\n") == 1, output
+        assert output.count(f"stopped after step {stop}, which is saved") == bool(stop), output
     assert [path.name for path in sorted(broken.glob("*.pt"))] == [f"step-{step:08}.pt" for step in (4, 10, 20)]
     for step in (4, 10, 20):
-        one, other = (content(directory / f"step-{step:08}.pt") for directory in (whole, broken))
-        for checkpoint in (one, other):
-            for name in ("output_dir", "checkpoint_every", "keep", "resume"):
-                del checkpoint["run"][name]
-            del checkpoint["metrics"]  # compared below, without their timing
-        assert_identical(one, other)
-    assert metrics(whole) == metrics(broken) and len(metrics(whole)) == 2 * 4 + 2
+        assert_identical(content(whole / f"step-{step:08}.pt"), content(broken / f"step-{step:08}.pt"))
+    metrics = untimed((broken / "metrics.jsonl").read_text())
+    assert metrics == untimed((whole / "metrics.jsonl").read_text())
+    assert [line.get("step") for line in metrics] == [3, 6, 9, 10, 10, 12, 15, 18, 20, 20]
     for rank in range(processes):
-        assert len(batches(whole, rank)) == 2 * STEPS_PER_EPOCH
+        assert len(batches(whole, rank)) == STEPS
         assert batches(whole, rank)[1:] == batches(broken, rank)
+    assert not (broken / "checkpoint.tmp").exists()
+
+
+@pytest.fixture(scope="module")
+def all_stopped_and_resumed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("resumed")
+    runs = {case: stopped_and_resumed(*case, directory) for case in RECIPES}
+    outcomes = iter(forked([one for runs_of_case in runs.values() for one in runs_of_case], directory))
+    return directory, {case: [next(outcomes) for _ in runs[case]] for case in RECIPES}
+
+
+@pytest.mark.parametrize(("recipe", "processes"), RECIPES)
+def test_stopped_and_resumed_is_uninterrupted(all_stopped_and_resumed, recipe, processes):
+    directory, outcomes = all_stopped_and_resumed
+    check_stopped_and_resumed(recipe, processes, directory, outcomes[recipe, processes])
+
+
+def test_stopped_and_resumed_through_the_launcher(tmp_path):
+    """The launcher answers 1 for every code but 0; everything else is the same."""
+    outcomes = []
+    for one in stopped_and_resumed("ddp_cifar", 2, tmp_path):
+        process = launch(2, ROOT / "tests/programs/watched.py", json.dumps(one, default=str), check=False, **PROGRAMS)
+        assert process.returncode == (1 if one.get("disturbances") else 0)
+        code = {4: 143, 10: 130}.get(len(outcomes) and (4, 10, 0)[len(outcomes) - 1], 0)
+        assert process.stderr.count(f"exitcode  : {code}") == (2 if code else 0)
+        outcomes.append([[code] * 2, process.stdout + process.stderr])
+    check_stopped_and_resumed("ddp_cifar", 2, tmp_path, outcomes)
+
+
+CHANGES = [(4, 2, 1), (2, 1, 1), (1, 4, 1), (4, 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def changed_world_sizes(tmp_path_factory):
+    """Six steps by one number of processes, the rest by another, at the same global batch; and all by the first."""
+    directory, runs = tmp_path_factory.mktemp("world"), []
+    for before, after, accumulation in CHANGES:
+        common = {"recipe": "ddp_cifar", "plain": True}
+        start = {
+            **common,
+            "processes": before,
+            "flags": ["--batch-size", 64 // before, "--checkpoint-every", 6, "--keep", 9],
+        }
+        runs.append({**start, "directory": directory / f"from{before}"})
+        flags = ["--batch-size", 64 // after // accumulation, "--accumulation-steps", accumulation]
+        flags += ["--resume", directory / f"from{before}/step-00000006.pt"]
+        where = directory / f"{before}to{after}by{accumulation}"
+        runs.append({**common, "processes": after, "flags": flags, "directory": where})
+    runs = list({str(run["directory"]): run for run in runs}.values())
+    return directory, dict(zip([Path(run["directory"]).name for run in runs], forked(runs, directory), strict=True))
+
+
+@pytest.mark.parametrize(("before", "after", "accumulation"), CHANGES)
+def test_another_number_of_processes_goes_on_with_the_same_steps(changed_world_sizes, before, after, accumulation):
+    directory, outcomes = changed_world_sizes
+    name = f"{before}to{after}by{accumulation}"
+    assert outcomes[name][0] == [0] * after, outcomes[name][1]
+    one, other = (untimed((directory / run / "metrics.jsonl").read_text()) for run in (f"from{before}", name))
+    assert len(one) == len(other) == 10
+    for line, expected in zip(other, one, strict=True):
+        assert line.pop("event") == expected.pop("event")
+        assert line == pytest.approx(expected, abs=1e-5, rel=0)
+    assert one[3]["loss"] != one[2]["loss"]
+
+
+def test_another_global_batch_is_refused_with_the_flags_that_keep_it(changed_world_sizes, tmp_path):
+    checkpoint = changed_world_sizes[0] / "from4/step-00000006.pt"
+    common = {"recipe": "ddp_cifar", "plain": True, "processes": 1, "directory": tmp_path / "run"}
+    flags = ["--batch-size", 16, "--resume", checkpoint]
+    ((codes, output),) = forked([{**common, "flags": flags}], tmp_path)
+    assert codes == [2]
+    assert "the global batch is 64" in output and "16 here" in output
+    assert "--batch-size 64 or --accumulation-steps 4" in output

@@ -1,50 +1,107 @@
-"""Launched by test_resume.py and others: a recipe's own `main`, watched, and disturbed where a test wants it.
+"""A recipe's own `main`, watched, and disturbed where a test wants it. Launched with a description in JSON:
 
-    watched.py RECIPE LOG DISTURBANCES [flags of the recipe]
+    {"recipe": "ddp_cifar", "directory": ..., "flags": [...], "disturbances": {"RANK": [n, what]}, "save": [what, n]}
 
-The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a line
-with a digest of each batch that it trains on to LOG.RANK. DISTURBANCES is JSON, {"RANK": [n, what]}: what happens to
-that process at the n-th batch since its start, a signal by its name, or "nan": the batch is not finite.
+The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a
+digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th batch
+since its start: a signal by its name, or "nan", which spoils the batch. `save` kills the main process at the n-th
+moment before or after an operation on the disk. `plain` leaves the recipe's own simple_cnn.
 """
 
+import collections
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import torch
 from conftest import load
 from torch import nn
 
-name, log, disturbances, *flags = sys.argv[1:]
-rank = os.environ.get("RANK", "0")
-when, what = json.loads(disturbances).get(rank, [0, None])
-recipe = load(f"recipes/{name}.py")
-original_images = recipe.synthetic_images
-recipe.synthetic_images = lambda samples, seed: original_images(samples // 8, seed)
-recipe.build_model = lambda args: nn.Sequential(
-    nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.MaxPool2d(2)),
-    nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
-    nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
-)
-(step_name,) = (word for word in vars(recipe) if word.endswith("train_step"))
-original_step, batches = getattr(recipe, step_name), 0
+
+def build_model(args):
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+        nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
+    )
 
 
-def watched_step(*arguments):
-    global batches
-    batches += 1
-    images, labels = (argument for argument in arguments if torch.is_tensor(argument))
-    if batches == when and what == "nan":
-        images.fill_(torch.nan)
-    elif batches == when:
-        os.kill(os.getpid(), signal.Signals[what])
-    with open(f"{log}.{rank}", "a") as file:
-        file.write(hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest() + "\n")
-    return original_step(*arguments)
+def watch_batches(recipe, directory, when, what):
+    (name,) = (word for word in vars(recipe) if word.endswith("train_step"))
+    step, count = getattr(recipe, name), itertools.count(1)
+
+    def watched_step(*arguments):
+        images, labels = (argument for argument in arguments if torch.is_tensor(argument))
+        if next(count) == when:
+            if what == "nan":
+                images.fill_(torch.nan)
+            else:
+                os.kill(os.getpid(), signal.Signals[what])
+        with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest() + "\n")
+        return step(*arguments)
+
+    setattr(recipe, name, watched_step)
 
 
-setattr(recipe, step_name, watched_step)
-sys.argv = [f"recipes/{name}.py", *flags]
-recipe.main()
+def kill_while_saving(recipe, operation, moment):
+    """Before and after every operation on the disk: the n-th such moment of one kind is the process's last."""
+    moments = collections.Counter()
+
+    def watched(function, name):
+        def with_moments(*arguments, **options):
+            for after in (False, True):
+                if after:
+                    result = function(*arguments, **options)
+                if name == operation and moments[name] == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                moments[name] += 1
+            return result
+
+        return with_moments
+
+    class File:
+        def __init__(self, *arguments):
+            self.file = watched(open, "open")(*arguments)
+            self.write = watched(self.file.write, "write")
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+    class WatchedPath(type(recipe.Path())):
+        unlink = watched(type(recipe.Path()).unlink, "unlink")
+
+    recipe.Path = WatchedPath
+    replaced = {name: watched(getattr(os, name), name) for name in ("open", "fsync", "replace")}
+    recipe.os = SimpleNamespace(**{**vars(os), **replaced})
+    recipe.open = lambda path, *mode, **options: (File if "checkpoint" in str(path) else open)(path, *mode, **options)
+
+
+def train(run):
+    recipe = load(f"recipes/{run['recipe']}.py")
+    small = recipe.synthetic_images
+    recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)
+    if not run.get("plain"):  # dropout is a process's own
+        recipe.build_model = build_model
+    os.makedirs(run["directory"], exist_ok=True)
+    rank = os.environ.get("RANK", "0")
+    watch_batches(recipe, run["directory"], *run.get("disturbances", {}).get(rank, (0, None)))
+    if rank == "0":
+        kill_while_saving(recipe, *run.get("save", (None, 0)))
+    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--epochs", 2, "--log-every", 3]
+    sys.argv = [str(word) for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])]
+    recipe.main()
+
+
+if __name__ == "__main__":
+    train(json.loads(sys.argv[1]))
