@@ -14,6 +14,7 @@ as if nothing had happened.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -237,8 +238,10 @@ class Checkpoints:
                 os.close(directory)
                 for old in sorted(self.directory.glob(self.pattern))[: -self.args.keep]:
                     old.unlink()
-            except (OSError, RuntimeError) as problem:  # torch.save reports a full disk as a RuntimeError
-                unfinished.unlink(missing_ok=True)
+            except (OSError, RuntimeError) as problem:
+                problem = problem.__context__ or problem  # on a full disk torch.save raises a RuntimeError on top
+                with contextlib.suppress(OSError):
+                    unfinished.unlink()
                 error = f"error: cannot write {path} ({problem}), earlier ones are untouched: make room and --resume"
         (error,) = broadcast_object_list([error])
         if error:

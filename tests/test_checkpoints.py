@@ -1,7 +1,11 @@
 """Whatever happens while a checkpoint is written, the last good one stays and the run goes on from it."""
 
+import json
+import sys
+
 import pytest
-from test_resume import STEPS, assert_identical, content, forked
+from conftest import ROOT, load, run, the_error_line
+from test_resume import PROGRAMS, STEPS, assert_identical, content, forked
 
 # Even numbers are before an operation, odd ones after it. A save has hundreds of writes; the first open is the
 # file's, the second the directory's, and so with fsync; old checkpoints are deleted from the third save on.
@@ -42,3 +46,84 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, 
     for step in (STEPS - 1, STEPS):
         assert_identical(*(content(directory / f"step-{step:08}.pt") for directory in (whole, killed)))
     assert sorted(path.name for path in killed.glob("*")) == sorted(path.name for path in whole.glob("*"))
+
+
+def checkpoints(directory):
+    return sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
+
+
+def test_where_a_checkpoint_cannot_be_written_the_earlier_one_stays(tmp_path):
+    """No room on the disk (as far as the process can tell), and no permission to create the file (a directory is in its
+    place); then the same run with room, to its end."""
+    directory = tmp_path / "run"
+    first = {
+        "recipe": "ddp_cifar",
+        "processes": 1,
+        "directory": directory,
+        "flags": ["--batch-size", 64, "--checkpoint-every", 2],
+    }
+    ((codes, output),) = forked([{**first, "disturbances": {"0": [3, "SIGTERM"]}}], tmp_path)
+    assert codes == [143] and checkpoints(directory) == [2, 3], output
+    before = {path: path.read_bytes() for path in directory.glob("step-*.pt")}
+    resumed = json.dumps({**first, "flags": [*first["flags"], "--resume", "auto"]}, default=str)
+    program = [sys.executable, ROOT / "tests/programs/watched.py", resumed]
+
+    full = run(["bash", "-c", 'ulimit -f 20; exec "$@"', "-", *program], check=False, **PROGRAMS)
+    line = the_error_line(full)
+    assert "cannot write" in line and "step-00000004.pt" in line and "File too large" in line and "--resume" in line
+    assert not (directory / "checkpoint.tmp").exists()
+
+    (directory / "checkpoint.tmp").mkdir()
+    line = the_error_line(run(program, check=False, **PROGRAMS))
+    assert "cannot write" in line and "Is a directory" in line
+    (directory / "checkpoint.tmp").rmdir()
+
+    assert {path: path.read_bytes() for path in directory.glob("step-*.pt")} == before
+    assert run(program, **PROGRAMS).stdout.count("resumed_from: 3\n") == 1
+    assert checkpoints(directory) == [18, 20]
+
+
+def test_what_is_not_finite_stops_all_processes_and_is_not_saved(tmp_path):
+    """Two processes, a line of metrics every 3 steps and a checkpoint every 5."""
+    cases = {
+        "loss": ({"1": [7, "nan"]}, "the loss of step 7 is not finite on rank 1 at learning rate", 7),
+        "gradient": ({"0": [9, "inf"]}, "the gradient of step 9 is not finite on rank 0, 1 at learning rate", 9),
+        "early": ({"0": [7, "inf"]}, "the loss of step 8 is not finite on rank 0, 1 at learning rate", 8),
+    }
+    common = {"recipe": "ddp_cifar", "processes": 2, "flags": ["--batch-size", 32, "--checkpoint-every", 5]}
+    runs = [{**common, "directory": tmp_path / name, "disturbances": case[0]} for name, case in cases.items()]
+    factor = load("recipes/ddp_cifar.py").learning_rate_factor
+    for (name, (_, message, step)), (codes, output) in zip(cases.items(), forked(runs, tmp_path), strict=True):
+        assert codes == [1, 1], output
+        (line,) = [line for line in output.splitlines() if "error:" in line]
+        assert f"{message} {0.01 * factor(step - 1, STEPS):.3g}" in line
+        assert ("(or the gradient of step 7 was not)" in line) == (name == "early")
+        assert checkpoints(tmp_path / name) == [5]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_a_finished_run_only_evaluated(tmp_path):
+    directory = tmp_path / "run"
+    common = {"recipe": "ddp_cifar", "processes": 1, "directory": directory, "flags": ["--batch-size", 64, "--keep", 2]}
+    ((codes, output),) = forked([common], tmp_path)
+    assert codes == [0] and checkpoints(directory) == [10, 20], output
+    newest, summary = directory / "step-00000020.pt", json.loads((directory / "summary.json").read_text())
+    weights, intact = (directory / "model.safetensors").read_bytes(), newest.read_bytes()
+
+    again = {**common, "flags": ["--batch-size", 64, "--resume", "auto"]}
+    ((codes, output),) = forked([again], tmp_path)
+    assert codes == [0] and "resumed_from: 20\n" in output
+    repeated = json.loads((directory / "summary.json").read_text())
+    for name in ("train_loss", "test_loss", "test_accuracy", "samples"):
+        assert repeated[name] == summary[name]
+
+    newest.write_bytes(intact[:-100])
+    ((codes, output),) = forked([again], tmp_path)
+    assert codes == [0] and "resumed_from: 10\n" in output
+    assert output.count("passed over") == 1 and "step-00000020.pt is not a complete checkpoint" in output
+    assert (directory / "model.safetensors").read_bytes() == weights
+
+
+def test_auto_starts_afresh_only_where_there_is_none_and_says_so(tmp_path):
+    run_ = {"recipe": "ddp_cifar", "processes": 1, "directory": tmp_path / "run", "flags": ["--resume", "auto"]}
+    ((codes, output),) = forked([run_], tmp_path)
+    assert codes == [0] and output.count("starting afresh") == 1 and "resumed_from: 0\n" in output

@@ -1,14 +1,19 @@
 """What a person gets wrong: one line that says so and what to type instead, and an exit code that is not 0."""
 
+import pickle
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, launch, run, the_error_line
+from test_resume import forked
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
 SYNTHETIC = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "1"]
+GOOD = "done/step-00000001.pt"
 
 CASES = {
     "no epochs": (["--epochs", "0"], ["--epochs", "0", "above 0"]),
@@ -31,28 +36,126 @@ CASES = {
     "output in nowhere": (["--output-dir", "/proc/nowhere"], ["--output-dir", "choose another"]),
     "no data": (["--data", "cifar10", "--data-dir", "nowhere"], ["--data-dir nowhere", "--data synthetic"]),
     "data under a file": (["--data", "cifar10", "--data-dir", f"{RECIPE}/x"], ["--data-dir", "--data synthetic"]),
+    "half a download": (["--data", "cifar10", "--data-dir", "half"], ["--data-dir half", "--data synthetic"]),
+    "wrong checksums": (["--data", "cifar10", "--data-dir", "wrong"], ["--data-dir wrong", "--data synthetic"]),
+    "unreadable data": (["--data", "cifar10", "--data-dir", "folders"], ["--data-dir folders", "--data synthetic"]),
+    "no checkpoints kept": (["--keep", "0"], ["--keep", "above 0"]),
+    "checkpoints at no step": (["--checkpoint-every", "0"], ["--checkpoint-every", "above 0"]),
+    "resume from nowhere": (["--resume", "nowhere.pt"], ["--resume", "nowhere.pt", "No such file", "auto"]),
+    "resume from a directory": (["--resume", "done"], ["--resume", "done", "step-N.pt"]),
+    "resume from nothing": (["--resume", "empty.pt"], ["--resume", "empty.pt is not a complete checkpoint"]),
+    "truncated checkpoint": (["--resume", "truncated.pt"], ["--resume", "truncated.pt is not a complete"]),
+    "one wrong byte": (["--resume", "flipped.pt"], ["--resume", "flipped.pt is not a complete"]),
+    "another kind of file": (["--resume", "text.pt"], ["--resume", "text.pt is not a complete"]),
+    "weights alone": (["--resume", "weights.pt"], ["--resume", "weights.pt is not a complete"]),
+    "a checkpoint that runs code": (["--resume", "evil.pt"], ["--resume", "evil.pt holds code"]),
+    "a pickle that runs code": (["--resume", "evil.pickle"], ["--resume", "evil.pickle is not a complete"]),
+    "another version's": (["--resume", "future.pt"], ["--resume", "format 2", "reads 1"]),
+    "another recipe's": (["--resume", "foreign.pt"], ["--resume", "recipe is amp_cifar there, ddp_cifar here"]),
+    "another model's": (
+        ["--resume", GOOD, "--model", "resnet50", "--stem", "imagenet"],
+        ["model is simple_cnn there, resnet50 here", "stem is cifar there, imagenet here"],
+    ),
+    "other hyper-parameters": (
+        ["--resume", GOOD, "--lr", "0.5", "--seed", "1"],
+        ["lr is 0.02 there, 0.5 here", "seed is 0 there, 1 here"],
+    ),
+    "another global batch": (
+        ["--resume", GOOD, "--batch-size", "64"],
+        ["global batch is 128", "64 here", "--batch-size 128 or --accumulation-steps 2"],
+    ),
+    "other weights": (["--resume", "misfit.pt"], ["--resume", "does not fit this model"]),
+    "only damaged checkpoints": (
+        ["--resume", "auto", "--output-dir", "damaged"],
+        ["no intact checkpoint in damaged", "--output-dir"],
+    ),
+    "a run without --resume": (
+        ["--output-dir", "done"],
+        ["done holds the checkpoints", "--resume auto", "--output-dir"],
+    ),
 }
 
 
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
+def disk(tmp_path_factory):
+    """What the cases find in their directory: data and checkpoints that are not what they should be."""
+    disk = tmp_path_factory.mktemp("disk")
+    run([sys.executable, RECIPE, *SYNTHETIC, "--output-dir", "done"], cwd=disk)
+    for name, entry in {"half": "cifar-10-python.tar.gz", "wrong": "cifar-10-batches-py/data_batch_1"}.items():
+        disk.joinpath(name, entry).parent.mkdir(parents=True)
+        disk.joinpath(name, entry).write_bytes(b"half")
+    disk.joinpath("folders/cifar-10-batches-py/data_batch_1").mkdir(parents=True)
+    good = (disk / GOOD).read_bytes()
+    content = torch.load(disk / GOOD, weights_only=True)
+    (disk / "empty.pt").write_bytes(b"")
+    (disk / "text.pt").write_text("weights")
+    (disk / "truncated.pt").write_bytes(good[:-1000])
+    (disk / "flipped.pt").write_bytes(good[:200_000] + bytes([good[200_000] ^ 1]) + good[200_001:])
+    (disk / "damaged").mkdir()
+    (disk / "damaged/step-00000001.pt").write_bytes(good[:-1000])
+    (disk / "evil.pickle").write_bytes(pickle.dumps(Evil()))
+    torch.save(content["states"][0]["model"], disk / "weights.pt")
+    torch.save({**content, "metrics": Evil()}, disk / "evil.pt")
+    torch.save({**content, "format": 2}, disk / "future.pt")
+    torch.save({**content, "run": {**content["run"], "recipe": "amp_cifar"}}, disk / "foreign.pt")
+    content["states"][0]["model"].popitem()
+    torch.save(content, disk / "misfit.pt")
+    return disk
+
+
+def files(directory):
+    return {path.relative_to(directory): path.is_file() and path.read_bytes() for path in directory.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def refusals(disk, tmp_path_factory):
     """All cases, two at a time: most of their time is the import of torch."""
 
     def refused(case):
+        directory = tmp_path_factory.mktemp("case") / "disk"
+        shutil.copytree(disk, directory)
         # No route to the network: a download must fail here as it does on a machine without one.
         command = [sys.executable, RECIPE, *SYNTHETIC, *CASES[case][0]]
-        return run(command, cwd=tmp_path_factory.mktemp("case"), check=False, https_proxy="http://127.0.0.1:9")
+        process = run(command, cwd=directory, check=False, https_proxy="http://127.0.0.1:9")
+        return process, files(directory)
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(CASES, pool.map(refused, CASES), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused_in_one_line(refusals, case):
-    line = the_error_line(refusals[case])
+def test_refused_in_one_line_and_nothing_lost(refusals, disk, case):
+    process, after = refusals[case]
+    line = the_error_line(process)
     assert all(word in line for word in CASES[case][1]), line
-    assert "Traceback" not in refusals[case].stderr
-    assert refusals[case].returncode == 2
+    assert "Traceback" not in process.stderr
+    assert process.returncode == 2
+    assert files(disk).items() <= after.items()
+    assert "executed" not in process.stdout, "a checkpoint ran code"
+
+
+def test_the_evil_checkpoint_would_run_code_if_it_were_let(disk, capsys):
+    torch.load(disk / "evil.pt", weights_only=False)
+    assert capsys.readouterr().out == "executed\n"
+
+
+def test_swapped_stages_are_refused(tmp_path):
+    common = {"recipe": "pipeline_cifar", "processes": 2}
+    flags = ["--batch-size", 64, "--max-steps", 1]
+    ((codes, output),) = forked([{**common, "directory": tmp_path / "run", "flags": flags}], tmp_path)
+    assert codes == [0, 0], output
+    content = torch.load(tmp_path / "run/step-00000001.pt", weights_only=True)
+    content["states"].reverse()
+    torch.save(content, tmp_path / "swapped.pt")
+    flags += ["--resume", tmp_path / "swapped.pt"]
+    ((codes, output),) = forked([{**common, "directory": tmp_path / "other", "flags": flags}], tmp_path)
+    assert codes[0] == 2 and output.count("error:") == 1
+    assert "stage 0 of the checkpoint does not fit this model" in output
 
 
 def test_refused_once_by_four_processes(tmp_path):

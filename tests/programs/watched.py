@@ -4,8 +4,8 @@
 
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a
 digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th batch
-since its start: a signal by its name, or "nan", which spoils the batch. `save` kills the main process at the n-th
-moment before or after an operation on the disk. `plain` leaves the recipe's own simple_cnn.
+since its start: a signal by its name, "nan", which spoils the batch, or "inf", which spoils the gradient. `save` kills
+the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn.
 """
 
 import collections
@@ -39,6 +39,9 @@ def watch_batches(recipe, directory, when, what):
         if next(count) == when:
             if what == "nan":
                 images.fill_(torch.nan)
+            elif what == "inf":
+                (model,) = (argument for argument in arguments if isinstance(argument, nn.Module))
+                next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
             else:
                 os.kill(os.getpid(), signal.Signals[what])
         with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
@@ -84,7 +87,7 @@ def kill_while_saving(recipe, operation, moment):
     recipe.Path = WatchedPath
     replaced = {name: watched(getattr(os, name), name) for name in ("open", "fsync", "replace")}
     recipe.os = SimpleNamespace(**{**vars(os), **replaced})
-    recipe.open = lambda path, *mode, **options: (File if "checkpoint" in str(path) else open)(path, *mode, **options)
+    recipe.open = lambda path, *mode, **options: (File if str(path).endswith(".tmp") else open)(path, *mode, **options)
 
 
 def train(run):

@@ -1,0 +1,186 @@
+"""Signals and deaths: all processes leave together with everything saved, and the run goes on from there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ACCELERATE, CONFIGS, ROOT, launch
+from test_resume import PROGRAMS, STEPS, assert_identical, content, forked
+
+FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", "1"]
+
+
+def ranks_of(directory):
+    """{rank: pid} of the training processes that write to a directory."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = process.joinpath("cmdline").read_bytes().split(b"\0")
+            variables = process.joinpath("environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(directory).encode() in command and b"launch" not in command:
+            rank = next((entry for entry in variables if entry.startswith(b"RANK=")), b"RANK=0")
+            found[int(rank.removeprefix(b"RANK="))] = int(process.name)
+    return found
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def interrupt(recipe, processes, name, target, directory, *flags, again=None):
+    """Start a run that would take minutes, send a signal when it trains, and tell how it left."""
+    log = directory.with_suffix(".log")
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[processes], ROOT / f"recipes/{recipe}.py", *FLAGS]
+    with open(log, "w") as file:
+        launcher = subprocess.Popen(
+            [*map(str, command), "--output-dir", str(directory), *map(str, flags)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    metrics = directory / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2)
+        ranks = ranks_of(directory)
+        assert sorted(ranks) == list(range(processes))
+        for number in (name, again) if again else (name,):
+            if target == "group":
+                os.killpg(launcher.pid, signal.Signals[number])
+            else:
+                os.kill(launcher.pid if target == "launcher" else ranks[target], signal.Signals[number])
+            time.sleep(1)
+        code = launcher.wait(30)
+        wait_until(lambda: not ranks_of(directory), 15)
+    finally:
+        for pid in (*ranks_of(directory).values(), *([launcher.pid] if launcher.poll() is None else [])):
+            os.kill(pid, signal.SIGKILL)
+    return code, log.read_text(), sorted(path.name for path in directory.glob("*"))
+
+
+# What the launcher answers, and what it shows as the processes' exit code, where it is still there to show it.
+CASES = {
+    ("ddp_cifar", 4, "SIGTERM", "launcher"): (1, None),
+    ("ddp_cifar", 2, "SIGINT", "group"): (1, None),
+    ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
+    ("ddp_cifar", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
+    ("amp_cifar", 2, "SIGTERM", "group"): (1, None),
+    ("amp_cifar", 2, "SIGINT", 1): (1, 130),
+    ("pipeline_cifar", 4, "SIGUSR1", 3): (1, 138),
+    ("pipeline_cifar", 2, "SIGTERM", 0): (1, 143),
+    ("data_parallel_cifar", 1, "SIGTERM", "launcher"): (-signal.SIGTERM, None),
+    ("data_parallel_cifar", 1, "SIGUSR1", 0): (1, 138),
+    ("ddp_cifar", 1, "SIGINT", "group"): (-signal.SIGINT, None),
+}
+
+
+@pytest.fixture(scope="module")
+def interruptions(tmp_path_factory):
+    """All cases, two at a time."""
+    directory = tmp_path_factory.mktemp("interrupted")
+
+    def one(case):
+        return interrupt(*case, directory / "-".join(map(str, case)), "--batch-size", 64, "--epochs", 1000)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(one, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_signal_makes_all_processes_save_and_leave(interruptions, case):
+    code, log, left = interruptions[case]
+    expected, shown = CASES[case]
+    assert code == expected, log
+    assert log.count(f"{case[0]}: stopped after step") == 1, log
+    if shown:
+        assert f"exitcode  : {shown} " in log or f"exit status {shown}" in log, log
+    checkpoints = [name for name in left if name.startswith("step-")]
+    assert left == ["metrics.jsonl", *checkpoints] and checkpoints, log
+    assert f"stopped after step {int(checkpoints[-1][5:13])}, which is saved" in log
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    """Steps of many seconds: the first SIGINT waits for the one in hand, the second does not."""
+    directory = tmp_path / "run"
+    flags = ["--batch-size", 2048, "--epochs", 9]
+    code, log, _ = interrupt("ddp_cifar", 1, "SIGINT", 0, directory, *flags, "--log-every", 1, again="SIGINT")
+    assert code == 1 and "exit status 130" in log
+    assert "stopped after" not in log
+
+
+def test_interrupted_in_the_evaluation_it_leaves_at_once_and_evaluates_when_resumed(tmp_path):
+    """The last step's checkpoint is from before its evaluation; a batch of one sample makes that last."""
+    directory = tmp_path / "run"
+    script = tmp_path / "slow.py"
+    text = (ROOT / "recipes/ddp_cifar.py").read_text()
+    line = "    for images, labels in loader:\n"
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, line + '        print("evaluating", flush=True), time.sleep(0.2)\n'))
+    flags = [*FLAGS, "--batch-size", "16", "--max-steps", "2", "--output-dir", str(directory)]
+    command = [str(ACCELERATE), "launch", "--config_file", str(CONFIGS[2]), str(script), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if line.startswith("evaluating"):
+            process.terminate()
+            break
+    rest = process.stdout.read()
+    assert process.wait(20) == 1
+    assert "stopped in the evaluation" in rest and not Path(directory, "summary.json").exists()
+    resumed = launch(2, ROOT / "recipes/ddp_cifar.py", *flags, "--resume", "auto")
+    assert "resumed_from: 2\n" in resumed.stdout and "test accuracy" in resumed.stdout
+    lines = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("evaluation", 2)]
+    assert json.loads(Path(directory, "summary.json").read_text())["train_loss"] == lines[1]["loss"]
+
+
+def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_end(tmp_path):
+    common = {"recipe": "ddp_cifar", "processes": 2, "flags": ["--batch-size", 32, "--checkpoint-every", 5]}
+    whole = {**common, "directory": tmp_path / "whole"}
+    ((codes, output),) = forked([whole], tmp_path)
+    assert codes == [0, 0], output
+    killed = {**common, "directory": tmp_path / "killed", "disturbances": {"1": [13, "SIGKILL"]}}
+    program = ROOT / "tests/programs/watched.py"
+
+    alone = launch(
+        2, program, json.dumps({**killed, "directory": tmp_path / "alone"}, default=str), check=False, **PROGRAMS
+    )
+    assert alone.returncode == 1
+    cause = alone.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in cause and "Signal 9 (SIGKILL)" in cause, alone.stderr
+    assert content(tmp_path / "alone/step-00000010.pt")["step"] == 10
+
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--max_restarts", "2", program]
+    restarted = subprocess.run(
+        [*map(str, command), json.dumps(killed, default=str)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **PROGRAMS},
+    )
+    assert restarted.returncode == 0, restarted.stderr
+    assert [line for line in restarted.stdout.splitlines() if "resumed_from" in line] == [
+        "  resumed_from: 0",
+        "  resumed_from: 10",
+    ]
+    one, other = (content(tmp_path / name / f"step-{STEPS:08}.pt") for name in ("whole", "killed"))
+    assert_identical(one, other)
+
+
+def test_without_a_launcher_the_exit_code_is_the_signals(tmp_path):
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path, "--epochs", "1000"]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGUSR1)
+            break
+    process.stdout.read()
+    assert process.wait(20) == 128 + signal.SIGUSR1
