@@ -9,6 +9,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: a minute and a half on two cores
+	rm -rf runs/demo
 	$(LAUNCH)/2gpu.yaml recipes/ddp_cifar.py --data synthetic --stem imagenet --cpu \
 		--epochs 2 --batch-size 32 --output-dir runs/demo
 

@@ -16,6 +16,8 @@ CONFIGS = {processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for proce
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
+PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+
 needs_real_data = pytest.mark.skipif(
     not (REAL_DATA / "cifar-10-batches-py").is_dir(), reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
 )
@@ -65,13 +67,34 @@ def outputs(directory):
     }
 
 
+def forked(runs, directory):
+    """Exit codes and output of runs that need no launcher; see programs/forked.py."""
+    Path(directory, "runs.json").write_text(json.dumps(runs, default=str))
+    run([sys.executable, ROOT / "tests/programs/forked.py", "runs.json", "answer.json"], cwd=directory, **PROGRAMS)
+    return json.loads(Path(directory, "answer.json").read_text())
+
+
+def train_forked(tmp_path, *runs):
+    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a launcher."""
+    described = [
+        {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags], "plain": True}
+        for processes, recipe, flags in runs
+    ]
+    directories = [tmp_path / str(index) for index in range(len(runs))]
+    for one, directory in zip(described, directories, strict=True):
+        one["directory"] = directory
+    for codes, output in forked(described, tmp_path):
+        assert set(codes) == {0}, output
+    return [SimpleNamespace(**outputs(directory)) for directory in directories]
+
+
 def control_characters(text):
     return re.findall(r"[^\x20-\x7e\n]", text)
 
 
 def answer(program, processes, tmp_path):
     """What a program under tests/programs writes when so many processes run it."""
-    launch(processes, ROOT / f"tests/programs/{program}.py", tmp_path / "answer.json", PYTHONPATH=str(ROOT / "tests"))
+    launch(processes, ROOT / f"tests/programs/{program}.py", tmp_path / "answer.json", **PROGRAMS)
     return json.loads((tmp_path / "answer.json").read_text())
 
 

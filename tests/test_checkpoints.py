@@ -4,8 +4,8 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT, load, run, the_error_line
-from test_resume import PROGRAMS, STEPS, assert_identical, content, forked
+from conftest import PROGRAMS, ROOT, forked, load, run, the_error_line
+from test_resume import STEPS, assert_identical, content
 
 # Even numbers are before an operation, odd ones after it. A save has hundreds of writes; the first open is the
 # file's, the second the directory's, and so with fsync; old checkpoints are deleted from the third save on.

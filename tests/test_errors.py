@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, run, the_error_line
-from test_resume import forked
+from conftest import ROOT, forked, launch, run, the_error_line
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
 SYNTHETIC = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "1"]

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ACCELERATE, CONFIGS, ROOT, launch
-from test_resume import PROGRAMS, STEPS, assert_identical, content, forked
+from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch
+from test_resume import STEPS, assert_identical, content
 
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", "1"]
 

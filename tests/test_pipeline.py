@@ -2,11 +2,12 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, answer, launch, load, run, the_error_line, train
+from conftest import ROOT, answer, launch, load, run, the_error_line, train, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/pipeline_cifar.py"
@@ -16,33 +17,33 @@ recipe = load("recipes/pipeline_cifar.py")
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(processes, tmp_path):
     cases = answer("pipeline_gradient", processes, tmp_path)
-    assert len(cases) == {2: 13, 4: 10, 8: 9}[processes]
+    assert len(cases) == {2: 13, 4: 9, 8: 7}[processes]
     for case, (deviation, largest, loss, expected_loss) in cases.items():
         assert deviation < 1e-5 < 1e-2 < largest, case
         assert loss == pytest.approx(expected_loss, abs=1e-5), case
 
 
-@pytest.mark.parametrize(("processes", "schedule"), [(2, "gpipe"), (4, "1f1b")])
-def test_twenty_steps_are_those_of_ddp_that_accumulates(processes, schedule, tmp_path):
+def test_twenty_steps_are_those_of_ddp_that_accumulates(tmp_path):
     """The whole recipe against the whole reference: one process that accumulates over microbatches of 8 samples, as
     many as all pipelines have together."""
-    pipelines, microbatches = processes // 2, 4
-    flags = ["--max-steps", 20, "--lr", 0.2]
-    pipe = ["--batch-size", 8 * microbatches, "--schedule", schedule, "--microbatches", microbatches]
-    piped = train(processes, tmp_path / "pipeline", *flags, *pipe, recipe="pipeline_cifar")
-    accumulation = ["--batch-size", 8, "--accumulation-steps", microbatches * pipelines]
-    whole = train(1, tmp_path / "whole", *flags, *accumulation)
-    assert piped.summary["global_batch_size"] == whole.summary["global_batch_size"] == 32 * pipelines
-    for key, tolerance in (("loss", 1e-5), ("learning_rate", 0)):
-        values, expected = ([line[key] for line in run.train] for run in (piped, whole))
-        assert len(values) == 20
-        assert values == pytest.approx(expected, abs=tolerance)
-    weights, expected = load_file(piped.weights), load_file(whole.weights)
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+    runs = []
+    for processes, schedule in ((2, "gpipe"), (4, "1f1b")):
+        flags = ["--max-steps", 20, "--lr", 0.2, "--epochs", 4, "--batch-size"]
+        runs.append((processes, "pipeline_cifar", [*flags, 32, "--schedule", schedule, "--microbatches", 4]))
+        runs.append((1, "ddp_cifar", [*flags, 8, "--accumulation-steps", 2 * processes]))
+    runs = train_forked(tmp_path, *runs)
     torch.manual_seed(0)
     initial = recipe.build_model(type("Args", (), {"model": "simple_cnn"})).state_dict()
-    moved = max((weights[name] - initial[name]).abs().max().item() for name in initial)
-    assert moved > 1e-3, "weights that have not moved prove nothing"
+    for piped, whole, batch in zip(runs[::2], runs[1::2], (32, 64), strict=True):
+        assert piped.summary["global_batch_size"] == whole.summary["global_batch_size"] == batch
+        for key, tolerance in (("loss", 1e-5), ("learning_rate", 0)):
+            values, expected = ([line[key] for line in run.train] for run in (piped, whole))
+            assert len(values) == 20
+            assert values == pytest.approx(expected, abs=tolerance)
+        weights, expected = load_file(piped.weights), load_file(whole.weights)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+        moved = max((weights[name] - initial[name]).abs().max().item() for name in initial)
+        assert moved > 1e-3, "weights that have not moved prove nothing"
 
 
 def test_both_stages_see_the_same_samples_and_different_pipelines_different_ones(tmp_path):
@@ -100,36 +101,26 @@ def test_each_stage_needs_less_memory_than_the_whole_model(resnet_run, tmp_path)
     assert second.startswith("layer3.2, ") and "fc: " in second
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_evaluation_counts_each_sample_once(processes, tmp_path):
-    """1024 test samples in batches of 48: 22 batches, the last of 16."""
-    result = train(
-        processes,
-        tmp_path,
-        *("--max-steps", 2, "--batch-size", 48, "--microbatches", 4),
-        recipe="pipeline_cifar",
-    )
-    assert result.summary["samples"] == 1024
-    model = recipe.build_model(type("Args", (), {"model": "simple_cnn"}))
-    model.load_state_dict(load_file(result.weights))
-    images, labels = recipe.ImageTensors(*recipe.synthetic_images(1024, seed=2), torch.device("cpu")).__getitems__(
-        list(range(1024))
-    )
-    with torch.no_grad():
-        logits = model(images)
-    assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(
-        result.summary["test_loss"], rel=1e-4
-    )
-    assert (logits.argmax(1) == labels).double().mean().item() == pytest.approx(
-        result.summary["test_accuracy"], abs=2e-3
-    )
+def test_evaluation_counts_each_sample_once(tmp_path):
+    """128 test samples in batches of 24: 6 batches, the last of 8."""
+    flags = ["--max-steps", 2, "--batch-size", 24, "--microbatches", 4]
+    images = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu"))
+    images, labels = images.__getitems__(list(range(128)))
+    for result in train_forked(tmp_path, *((processes, "pipeline_cifar", flags) for processes in (2, 4))):
+        summary, model = result.summary, recipe.build_model(type("Args", (), {"model": "simple_cnn"}))
+        model.load_state_dict(load_file(result.weights))
+        with torch.no_grad():
+            logits = model(images)
+        assert summary["samples"] == 128
+        assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(summary["test_loss"], rel=1e-4)
+        assert (logits.argmax(1) == labels).double().mean().item() == pytest.approx(summary["test_accuracy"], abs=1e-6)
 
 
 def test_clipping_is_to_the_norm_of_the_whole_model(tmp_path):
     """One step at a learning rate of 1: the update of both stages together is 1.9 times the clipped gradient (Nesterov
     momentum) and weight decay."""
     flags = ["--max-steps", 1, "--batch-size", 128, "--lr", 1, "--clip-norm", 0.01]
-    result = train(2, tmp_path, *flags, recipe="pipeline_cifar")
+    (result,) = train_forked(tmp_path, (2, "pipeline_cifar", flags))
     torch.manual_seed(0)
     initial = recipe.build_model(type("Args", (), {"model": "simple_cnn"})).state_dict()
     updated = load_file(result.weights)
@@ -168,10 +159,20 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line(case, tmp_path):
-    processes, flags, words = REFUSALS[case]
-    line = the_error_line(launch(processes, RECIPE, *SMALL, "--max-steps", "1", *flags, cwd=tmp_path, check=False))
-    assert all(word in line for word in words), line
+def test_refused_in_one_line(refusals, case):
+    line = the_error_line(refusals[case])
+    assert all(word in line for word in REFUSALS[case][2]), line
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    def refused(case):
+        processes, flags, _ = REFUSALS[case]
+        flags = [*SMALL, "--max-steps", "1", *flags]
+        return launch(processes, RECIPE, *flags, cwd=tmp_path_factory.mktemp("refused"), check=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(REFUSALS, pool.map(refused, REFUSALS), strict=True))
 
 
 def test_three_processes_are_refused(tmp_path):

@@ -1,12 +1,11 @@
 """A run that was stopped and resumed is the run that was not, bit for bit."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, run
+from conftest import PROGRAMS, ROOT, forked, launch
 
 STEPS = 20  # two epochs of 640 samples at a global batch of 64
 RECIPES = [
@@ -15,14 +14,6 @@ RECIPES = [
     ("data_parallel_cifar", 1),
     *(("pipeline_cifar", processes) for processes in (2, 4)),
 ]
-PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-
-
-def forked(runs, directory):
-    """Exit codes and output of runs that need no launcher: see programs/forked.py."""
-    Path(directory, "runs.json").write_text(json.dumps(runs, default=str))
-    run([sys.executable, ROOT / "tests/programs/forked.py", "runs.json", "answer.json"], cwd=directory, **PROGRAMS)
-    return json.loads(Path(directory, "answer.json").read_text())
 
 
 def content(path):

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from sync import others, shared
 
-SHARED_BLOCKS = {"amp_cifar": 12, "data_parallel_cifar": 13, "pipeline_cifar": 11, "plain_ddp_cifar": 1}
+SHARED_BLOCKS = {"amp_cifar": 14, "data_parallel_cifar": 15, "pipeline_cifar": 13, "plain_ddp_cifar": 1}
 
 
 def test_every_recipe_is_counted():

@@ -17,7 +17,7 @@ recipe = load("recipes/ddp_cifar.py")
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = torch.nn.Linear(5, 10)
-answers = {}
+answers, interruption = {}, recipe.Interruption(accelerator)
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     inputs, labels = torch.randn(size, 5), torch.randint(10, (size,))
     prepared, loader = accelerator.prepare(model, DataLoader(TensorDataset(inputs, labels), batch_size=4))
@@ -27,7 +27,7 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
         "samples": size,
     }
-    answers[size] = [recipe.evaluate(accelerator, prepared, loader), direct]
+    answers[size] = [recipe.evaluate(accelerator, prepared, loader, interruption), direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared
