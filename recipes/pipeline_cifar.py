@@ -286,8 +286,8 @@ class Checkpoints:
     """step-N.pt in the output directory: the whole state after N optimizer steps, in one file that is there whole or
     not at all.
 
-    `states` are state dicts by name, one dictionary per pipeline stage, so one in most recipes; `part` is what every
-    process has for itself. A checkpoint may be read by another number of processes if the global batch stays.
+    `states` holds state dicts by name, in one dictionary per pipeline stage (so in one, but for pipeline_cifar.py);
+    `part` is what each process has for itself. Another number of processes may go on at the same global batch.
     """
 
     format = 1
@@ -310,19 +310,20 @@ class Checkpoints:
             part["cuda_rng"] = torch.cuda.get_rng_state()
         parts, error = gather_object([send_to_device(part, "cpu")]), None
         if self.accelerator.is_main_process:
-            metrics = Path(self.directory, "metrics.jsonl").read_text()
-            content = {"format": self.format, "run": self.run, "step": step, "metrics": metrics, "parts": parts}
+            content = {"format": self.format, "run": self.run, "step": step, "states": send_to_device(states, "cpu")}
             unfinished, path = self.directory / "checkpoint.tmp", self.directory / f"step-{step:08}.pt"
             try:
+                metrics = (self.directory / "metrics.jsonl").read_text()
                 with open(unfinished, "wb") as file:
-                    torch.save(content | {"states": send_to_device(states, "cpu")}, file)
+                    torch.save({**content, "parts": parts, "metrics": metrics}, file)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(unfinished, path)
                 directory = os.open(self.directory, os.O_RDONLY)
                 os.fsync(directory)  # or a power failure could undo the rename
                 os.close(directory)
-                for old in sorted(self.directory.glob(self.pattern))[: -self.args.keep]:
+                written = sorted(old for old in self.directory.glob(self.pattern) if old <= path)
+                for old in written[: -self.args.keep]:
                     old.unlink()
             except (OSError, RuntimeError) as problem:
                 problem = problem.__context__ or problem  # on a full disk torch.save raises a RuntimeError on top
