@@ -726,6 +726,11 @@ def main():
     totals = torch.zeros(4, device=accelerator.device)  # since the last report; see `Report.sums`
     start, metrics = 0, ""
     if checkpoint := checkpoints.load():
+        # Torch 2.11 cannot train in a pipeline whose first pass was an evaluation: before the states come back, a pass.
+        batch = next(iter(test_loader))
+        images, labels = (torch.cat([x] * math.ceil(args.batch_size / len(x)))[: args.batch_size] for x in batch)
+        schedule.step(target=labels) if stage.is_last else schedule.step(images)
+        optimizer.zero_grad()
         start, metrics = checkpoint["step"], checkpoint["metrics"]
         part = checkpoints.restore(checkpoint, state, pipeline.rank())
         totals.copy_(part["totals"])
