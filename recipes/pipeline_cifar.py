@@ -632,6 +632,11 @@ def make_accelerator(args, mixed_precision="no"):
             f"{processes} processes but {torch.cuda.device_count()} GPU(s) on this machine: launch with "
             f"--num_processes {torch.cuda.device_count()} or a smaller config, or train on CPU cores with --cpu"
         )
+    if attempt := get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
+        # The launcher's store still has the addresses of the processes that died: keep the new ones from dialling them.
+        store, rank, world_size = next(distributed.rendezvous("env://"))
+        store = distributed.PrefixStore(f"attempt {attempt}", store)
+        distributed.init_process_group("gloo" if cpu else "nccl", store=store, rank=rank, world_size=world_size)
     accelerator = Accelerator(
         cpu=cpu,  # without it, processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
@@ -750,7 +755,9 @@ def main():
             first = epoch * steps_per_epoch
             last = min(first + steps_per_epoch, total_steps)
             start = max(start, first)
-            batches, clock = iter(skip_first_batches(train_loader, start - first)), time.perf_counter()
+            skipped = start - first
+            batches = iter(skip_first_batches(train_loader, skipped) if skipped else train_loader)
+            clock = time.perf_counter()
             stage.submod.train()
             for step in range(start + 1, last + 1):
                 learning_rate = scheduler.get_last_lr()[0]

@@ -165,6 +165,7 @@ def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_en
         capture_output=True,
         text=True,
         env={**os.environ, **PROGRAMS},
+        timeout=120,
     )
     assert restarted.returncode == 0, restarted.stderr
     assert [line for line in restarted.stdout.splitlines() if "resumed_from" in line] == [

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import torch
@@ -103,6 +104,8 @@ def train(run):
         kill_while_saving(recipe, *run.get("save", (None, 0)))
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--epochs", 2, "--log-every", 3]
     sys.argv = [str(word) for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])]
+    if rank == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        time.sleep(3)  # long enough for the others to find what the dead processes left in the launcher's store
     recipe.main()
 
 
