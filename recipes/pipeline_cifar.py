@@ -206,15 +206,21 @@ def make_pipeline(args, accelerator, blocks, group):
 
 
 def gather_stages(mine, pipeline):
-    """Return what every stage of a pipeline has, in order, on its first process, and an empty list on the other."""
-    parts = [None] * STAGES if pipeline.rank() == 0 else None
-    distributed.gather_object(send_to_device(mine, "cpu"), parts, group=pipeline, group_dst=0)
-    return parts or []
+    """Return both stages' `mine`, a dictionary, on the first process of a pipeline, and an empty list on the other."""
+    mine, theirs = send_to_device(mine, "cpu"), {}
+    for name, value in mine.items():  # one by one: what is under way takes several times its memory
+        parcel = [value]
+        if pipeline.rank() > 0:
+            distributed.send_object_list(parcel, group=pipeline, group_dst=0)
+        else:
+            distributed.recv_object_list(parcel, group=pipeline, group_src=1)
+            theirs[name] = parcel[0]
+    return [mine, theirs] if theirs else []
 
 
 def merged_state_dict(stage, pipeline):
     """Return the whole model's state dict, with its own names, on the first process of a pipeline."""
-    parts = gather_stages(stage.state_dict(), pipeline)
+    parts = [part["model"] for part in gather_stages({"model": stage.state_dict()}, pipeline)]
     return {name.replace("/", "."): value.contiguous() for part in parts for name, value in part.items()}
 
 
