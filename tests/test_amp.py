@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from conftest import ACCELERATE, CONFIGS, REAL_DATA, ROOT, answer, needs_real_data, run, the_error_line, train
+from conftest import (
+    ACCELERATE,
+    CONFIGS,
+    REAL_DATA,
+    ROOT,
+    answer,
+    needs_real_data,
+    run,
+    the_error_line,
+    train,
+    train_forked,
+)
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/amp_cifar.py"
@@ -39,8 +50,8 @@ def test_clipping_acts_on_the_unscaled_norm(scaled):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_precision_asked_for_is_the_one_used(precision, tmp_path):
-    result = train(1, tmp_path / "amp", "--precision", precision, "--max-steps", 5, recipe="amp_cifar")
-    reference = train(1, tmp_path / "fp32", "--max-steps", 5)
+    amp = (1, "amp_cifar", ["--precision", precision, "--max-steps", 5])
+    result, reference = train_forked(tmp_path, amp, (1, "ddp_cifar", ["--max-steps", 5]))
     losses, expected = ([line["loss"] for line in run.train] for run in (result, reference))
     assert result.summary["precision"] == precision
     assert (losses == expected) == (precision == "fp32")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, launch, load, run, the_error_line, train
+from conftest import ROOT, launch, load, run, the_error_line, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/data_parallel_cifar.py"
@@ -14,9 +14,9 @@ FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps",
 
 @pytest.mark.parametrize("model", [["simple_cnn"], ["resnet50", "--stem", "imagenet", "--batch-size", 16]])
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(model, tmp_path):
-    flags = ["--model", *model, "--max-steps", 5, "--accumulation-steps", 2]
-    result = train(1, tmp_path / "dp", *flags, recipe="data_parallel_cifar")
-    reference = train(1, tmp_path / "ddp", *flags)
+    flags = ["--model", *model, "--epochs", 3, "--max-steps", 5, "--accumulation-steps", 2]
+    result, reference = train_forked(tmp_path, (1, "data_parallel_cifar", flags), (1, "ddp_cifar", flags))
+    assert len(result.train) == 5
     assert [line["loss"] for line in result.train] == [line["loss"] for line in reference.train]
     weights, expected = load_file(result.weights), load_file(reference.weights)
     assert weights.keys() == expected.keys()
