@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from conftest import PROGRAMS, ROOT, forked, load, run, the_error_line
-from test_resume import STEPS, assert_identical, content
+from test_resume import STEPS, assert_identical, batch_size, content
 
 # Even numbers are before an operation, odd ones after it. A save has hundreds of writes; the first open is the
 # file's, the second the directory's, and so with fsync; old checkpoints are deleted from the third save on.
@@ -29,9 +29,8 @@ KILLS = [
 )
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, processes, kills, tmp_path):
     """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""
-    share = 64 * (2 if recipe == "pipeline_cifar" else 1) // processes
     common = {"recipe": recipe, "processes": processes}
-    flags = ["--batch-size", share, "--checkpoint-every", 1, "--keep", 2]
+    flags = ["--batch-size", batch_size(recipe, processes), "--checkpoint-every", 1, "--keep", 2]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     resumed = {**common, "directory": killed, "flags": [*flags, "--resume", "auto"]}
     runs = [{**resumed, "save": kill} for kill in kills]
