@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,3 +141,14 @@ def test_it_learns_cifar10(tmp_path):
     assert result.summary["samples"] == 10_000
     assert result.summary["test_accuracy"] > 0.2
     assert result.train[-1]["loss"] < result.train[0]["loss"]
+
+
+def test_every_launch_leaves_cleanly(tmp_path):
+    """Gloo aborts at exit now and then where the process group is left to the interpreter."""
+
+    def code(index):
+        flags = ["--max-steps", 1, "--batch-size", 8]
+        return train(2, tmp_path / str(index), *flags, check=False).process.returncode
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(code, range(8))) == [0] * 8

@@ -8,6 +8,7 @@ Writes {case: [largest deviation of an update, largest update, loss of the last 
 
 import copy
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,29 @@ recipe = load("recipes/pipeline_cifar.py")
 accelerator = Accelerator(cpu=True)
 mesh = init_device_mesh("cpu", (accelerator.num_processes // 2, 2), mesh_dim_names=("dp", "pp"))
 pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
-answers, models = {}, {}
+answers, models, references = {}, {}, {}
 
 
 def make_optimizer(parameters, steps):
     optimizer = torch.optim.SGD(parameters, lr=1.0 if steps == 1 else 2e-5, momentum=0 if steps == 1 else 0.9)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def unsplit(model, initial, batches, parts, steps):
+    """Return how far each parameter moves in these steps, and the last loss; the processes that wait lend their cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count())
+    optimizer, scheduler = make_optimizer(model.parameters(), steps)
+    for x, y in batches:
+        losses = [
+            F.cross_entropy(model(part), target) / parts
+            for part, target in zip(x.chunk(parts), y.chunk(parts), strict=True)
+        ]
+        sum(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    return {name: value.detach() - initial[name] for name, value in model.named_parameters()}, sum(losses).item()
 
 
 def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=16):
@@ -60,35 +78,28 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     updated = recipe.merged_state_dict(stage.submod, pipeline)
 
     if accelerator.is_main_process:
-        optimizer, scheduler = make_optimizer(reference.parameters(), steps)
-        for x, y in batches:
-            parts = microbatches * replicas.size()
-            losses = [
-                F.cross_entropy(reference(part), target) / parts
-                for part, target in zip(x.chunk(parts), y.chunk(parts), strict=True)
-            ]
-            sum(losses).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        moved = {name: value.detach() - initial[name] for name, value in reference.named_parameters()}
+        key = model_name, microbatches, steps  # neither the schedule nor the cut is in the unsplit model
+        if key not in references:
+            references[key] = unsplit(reference, initial, batches, microbatches * replicas.size(), steps)
+        moved, expected_loss = references[key]
         deviation = max((updated[name] - initial[name] - move).abs().max().item() for name, move in moved.items())
         largest = max(move.abs().max().item() for move in moved.values())
         case = f"{model_name} {schedule_name} {microbatches} {split} {steps}"
-        answers[case] = [deviation, largest, loss / samples, sum(losses).item()]
+        answers[case] = [deviation, largest, loss / samples, expected_loss]
     distributed.barrier()
 
 
-for microbatches in (1, 2, 4, 8):
-    compare("simple_cnn", "gpipe", microbatches)
-    if microbatches > 1:
-        compare("simple_cnn", "1f1b", microbatches)
+for model_name in ("simple_cnn", "resnet50"):
+    # Eight processes share two cores in CI: of the large model the finest division only.
+    for microbatches in (8,) if model_name == "resnet50" and accelerator.num_processes == 8 else (1, 2, 4, 8):
+        compare(model_name, "gpipe", microbatches)
+        if microbatches > 1:
+            compare(model_name, "1f1b", microbatches)
 if accelerator.num_processes < 8:
-    compare("resnet50", "gpipe", 8)
-    compare("resnet50", "1f1b", 2)
+    compare("resnet50", {2: "1f1b", 4: "gpipe"}[accelerator.num_processes], 2, steps=20, batch=4)
 if accelerator.num_processes == 2:
-    for split in ("bn1", "layer2.3", "fc"):
+    for split in ("bn1", "layer1.0", "layer2.3", "fc"):
         compare("resnet50", "gpipe", 2, split)
-    compare("resnet50", "1f1b", 2, steps=20, batch=4)
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 accelerator.free_memory()
