@@ -211,7 +211,7 @@ class Checkpoints:
     # What may differ between a checkpoint and the run that goes on from it; all else must be equal.
     free = (
         "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume world_size batch_size "
-        "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen versions"
+        "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile versions"
     ).split()
 
     def __init__(self, accelerator, args, run):
@@ -396,6 +396,8 @@ class Report:
         self.live = main and self.console.is_terminal
         self.started, self.start, self.total_steps = time.perf_counter(), start, total_steps
         self.warm, self.images, self.seconds = False, 0, 0.0
+        self.waited = self.data_seconds = 0.0
+        self.first_step_at = None
         columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.task = self.progress.add_task("first steps", total=total_steps, completed=start)
@@ -423,7 +425,8 @@ class Report:
         rate = images / seconds if self.warm else None
         if self.warm:
             self.images, self.seconds = self.images + int(images), self.seconds + seconds
-        self.warm = True
+            self.data_seconds += self.waited
+        self.warm, self.waited = True, 0.0
         metrics = {"epoch": epoch, "step": step, "loss": self.loss, "accuracy": correct / images}
         self.write("train", {**metrics, "learning_rate": learning_rate, "images_per_second": rate, **own})
         text = (
@@ -434,6 +437,28 @@ class Report:
         self.progress.update(self.task, description=text)
         if not self.live:
             self.console.print(f"step {step}/{self.total_steps} {text} left {left:.0f}s")
+
+    def advance(self):
+        self.first_step_at = self.first_step_at or time.time()
+        self.progress.advance(self.task)
+
+    def timed(self, batches):
+        """Pass batches on, and count the seconds that the loop waits for them."""
+        before = time.perf_counter()
+        for batch in batches:
+            self.waited += time.perf_counter() - before
+            yield batch
+            before = time.perf_counter()
+
+    def throughput(self):
+        """Return what the steps after the warm-up took; None where all were warm-up. `first_step_at` is Unix time."""
+        return {
+            "images_per_second": self.images / self.seconds if self.images else None,
+            "measured_images": self.images,
+            "measured_seconds": self.seconds,
+            "data_wait_share": self.data_seconds / self.seconds if self.images else None,
+            "first_step_at": self.first_step_at,
+        }
 
     def evaluation(self, epoch, step, test):
         self.write("evaluation", {"epoch": epoch, "step": step, **test})
@@ -601,6 +626,7 @@ def main():
     started = time.perf_counter()
     args = parse_args(
         accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
+        compile={"action": "store_true", "help": "torch.compile with CUDA graphs: slow start, fewer launches"},
         precision={"choices": ("bf16", "fp16", "fp32"), "help": "default: the config's, or else bf16"},
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
     )
@@ -623,6 +649,8 @@ def main():
     peak_lr = args.lr * global_batch / 128
 
     model = build_model(args).to(memory_format=torch.channels_last)
+    if args.compile:  # in place: the names in its state dict stay
+        model.compile(mode="reduce-overhead")
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, total_steps))
@@ -671,7 +699,7 @@ def main():
             last = min(first + steps_per_epoch, total_steps)
             start = max(start, first)
             skipped = (start - first) * window
-            batches = iter(skip_first_batches(train_loader, skipped) if skipped else train_loader)
+            batches = report.timed(skip_first_batches(train_loader, skipped) if skipped else train_loader)
             clock = time.perf_counter()
             model.train()
             for step in range(start + 1, last + 1):
@@ -681,7 +709,7 @@ def main():
                         accelerator, model, optimizer, scheduler, images, labels, args.clip_norm
                     )
                 totals[3] += ~totals[0].isfinite()
-                report.progress.advance(report.task)
+                report.advance()
 
                 stop = interruption.agreed()
                 log = step == last or step % args.log_every == 0
@@ -708,9 +736,7 @@ def main():
     results = {
         "train_loss": report.loss,
         **test,
-        "images_per_second": report.images / report.seconds if report.images else None,  # None: it was all warm-up
-        "measured_images": report.images,
-        "measured_seconds": report.seconds,
+        **report.throughput(),
         **loss_scaling(accelerator, scheduler, total_steps),
         "peak_memory_bytes": max(peak_memory(accelerator)),
         "seconds": time.perf_counter() - started,

@@ -63,7 +63,13 @@ def make_datasets(args):
     return train_set, torchvision.datasets.CIFAR10(args.data_dir, train=False, transform=T.Compose(normalize))
 
 
-def make_resnet50(args):
+def make_model(args):
+    if args.model == "simple_cnn":
+        return nn.Sequential(
+            *(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+            *(nn.Flatten(), nn.Linear(128, 10)),
+        )
     model = torchvision.models.resnet50(num_classes=10)
     if args.stem == "cifar":
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
@@ -84,18 +90,19 @@ def train(rank, args, port):
     train_set, test_set = make_datasets(args)
     sampler = DistributedSampler(train_set, args.world_size, rank)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, num_workers=args.workers, pin_memory=cuda)
-    model = make_resnet50(args).to(device)
+    model = make_model(args).to(device)
     model = DistributedDataParallel(model, device_ids=[rank] if cuda else None)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 
-    step = measured_images = measured_seconds = 0
+    step = measured_images = measured_seconds = waited = 0
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         model.train()
         epoch_start = clock = time.perf_counter()
         running_loss = correct = total = 0
         for index, (images, labels) in enumerate(loader):
+            loaded = time.perf_counter()
             images, labels = images.to(device), labels.to(device)
             optimizer.zero_grad()
             outputs = model(images)
@@ -107,9 +114,12 @@ def train(rank, args, port):
             correct += (outputs.argmax(1) == labels).sum().item()
             total += len(labels)
             step += 1
-            if step > 10:  # the first ten steps are warm-up
+            if step == 1:
+                first_step_at = time.time()
+            if step > args.warmup_steps:
                 measured_images += len(labels) * args.world_size
                 measured_seconds += time.perf_counter() - clock
+                waited += loaded - clock
             clock = time.perf_counter()
             if rank == 0 and index % 10 == 9:
                 print(
@@ -135,7 +145,7 @@ def train(rank, args, port):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         summary = {
             "recipe": "plain_ddp_cifar",
-            "model": "resnet50",
+            "model": args.model,
             "stem": args.stem,
             "data": args.data,
             "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -148,6 +158,8 @@ def train(rank, args, port):
             "train_loss": running_loss / (index + 1),
             "test_accuracy": test_accuracy,
             "images_per_second": measured_images / measured_seconds if measured_images else None,
+            "data_wait_share": waited / measured_seconds if measured_images else None,
+            "first_step_at": first_step_at,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else peak,
             "seconds": time.perf_counter() - started,
             "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__},
@@ -167,9 +179,11 @@ def main():
     parser.add_argument("--world_size", type=int, default=gpus or 2, help="processes, one per GPU")
     parser.add_argument("--data", choices=("cifar10", "synthetic"), default="cifar10", help="what to train on")
     parser.add_argument("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
+    parser.add_argument("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="what to train")
     parser.add_argument("--stem", choices=("cifar", "imagenet"), default="imagenet", help="imagenet is the stock one")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the training set")
     parser.add_argument("--max-steps", type=int, help="stop after this many optimizer steps")
+    parser.add_argument("--warmup-steps", type=int, default=10, help="steps that the images/s leave out")
     parser.add_argument("--batch-size", type=int, default=128, help="samples per process")
     parser.add_argument("--workers", type=int, default=2, help="DataLoader workers per process; tutorials often use 8")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

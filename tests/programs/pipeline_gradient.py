@@ -33,10 +33,10 @@ def make_optimizer(parameters, steps):
 
 
 def unsplit(model, initial, batches, parts, steps):
-    """Return how far each parameter moves in these steps, and the last loss; the processes that wait lend their cores."""
+    """Return how far each parameter moves in these steps, and the last loss; it takes the cores that wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
-    optimizer, scheduler = make_optimizer(model.parameters(), steps)
+    optimizer, _ = make_optimizer(model.parameters(), steps)
     for x, y in batches:
         losses = [
             F.cross_entropy(model(part), target) / parts
