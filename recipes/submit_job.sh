@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Train under Slurm, on one node or many, with one `accelerate launch` per node. From the top of this repository:
+#
+#   sbatch recipes/submit_job.sh
+#   sbatch --nodes=2 recipes/submit_job.sh recipes/amp_cifar.py --epochs 30
+#
+# The first argument is the recipe (without any, ddp_cifar.py), the others are its flags. Every GPU of the job gets a
+# process; where there are no GPUs, `sbatch --ntasks-per-node=4` says how many. Before its time limit, and when it is
+# preempted, the job saves a checkpoint, goes back into the queue by itself, and continues when it is started again.
+
+# Where your cluster asks for them, fill these in and take one of the two hashes away:
+##SBATCH --account=ACCOUNT
+##SBATCH --partition=PARTITION
+
+#SBATCH --job-name=recipe
+#SBATCH --nodes=1
+# Whole nodes, with all their GPUs. `sbatch --oversubscribe --gpus-per-node=2 --cpus-per-task=16` takes a part of one.
+#SBATCH --exclusive
+#SBATCH --requeue
+# The warning, this many seconds before the time limit.
+#SBATCH --signal=USR1@120
+# The first node writes this file, the others slurm-JOB-node-N.out; being requeued does not begin a new one.
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+
+set -u
+trap : TERM # of scancel, which the training gets, too: let it save and end first
+
+recipe=${1:-recipes/ddp_cifar.py}
+flags=(--output-dir "runs/slurm-$SLURM_JOB_ID" "${@:2}")
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    flags+=(--resume auto)
+fi
+
+per_node=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+total=$((per_node * SLURM_NNODES))
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [ "$total" -gt 1 ]; then
+    launch=(
+        --config_file accelerate_configs/nodes.yaml --num_machines "$SLURM_NNODES" --num_processes "$total"
+        --main_process_ip "$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
+        --main_process_port $((12000 + SLURM_JOB_ID % 20000)) # two jobs on one node don't meet
+    )
+else
+    launch=(--config_file accelerate_configs/1gpu.yaml)
+fi
+echo "job $SLURM_JOB_ID: $recipe ${flags[*]} on $SLURM_NNODES node(s) with $per_node process(es) each"
+
+# What runs on each node. Slurm signals every process of a step. The ranks save and leave; the launcher has to wait for
+# them, so it ignores the signal, which the ranks inherit until they are up: hence again and again. Exit code 138 means
+# that it was stopped, not that it failed.
+# shellcheck disable=SC2016
+on_node='
+    warned=
+    [ "$SLURM_NODEID" = 0 ] || exec >> "slurm-$SLURM_JOB_ID-node-$SLURM_NODEID.out" 2>&1
+    (trap "" USR1 TERM; exec accelerate launch --machine_rank "$SLURM_NODEID" "$@") &
+    trap warned=yes USR1 TERM
+    wait $!
+    code=$?
+    while kill -0 $! 2> /dev/null; do
+        pkill -USR1 --parent $!
+        sleep 1
+    done
+    if [ "$warned" ] && [ "$code" != 0 ]; then code=138; fi
+    exit $code
+'
+# Not --kill-on-bad-exit: where a node has died, Slurm needs time to see it and to requeue the job.
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 \
+    bash -c "$on_node" on_node "${launch[@]}" "$recipe" "${flags[@]}"
+code=$?
+
+if [ "$code" = 138 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then # and not being cancelled
+    echo "job $SLURM_JOB_ID: saved, back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # until Slurm ends this script: ending by itself, it could fail the job
+fi
+exit "$code"
