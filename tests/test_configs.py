@@ -5,10 +5,11 @@ import difflib
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import CONFIGS, load, train
+from conftest import CONFIGS, ROOT, load, train
 from safetensors.torch import load_file
 
 GLOBAL_BATCH, STEPS = 64, 12
+NODES = ROOT / "accelerate_configs/nodes.yaml"
 recipe = load("recipes/ddp_cifar.py")
 
 
@@ -21,17 +22,21 @@ def test_accelerate_loads_it(processes):
     assert config.mixed_precision == "no"
 
 
-@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize("processes", [1, 2, 8, "nodes"])
 def test_configs_differ_in_what_must_differ(processes):
     def settings(path):
         return [line for line in path.read_text().splitlines() if not line.startswith("#")]
 
     changes = [
         line[2:].split(":")[0]
-        for line in difflib.ndiff(settings(CONFIGS[4]), settings(CONFIGS[processes]))
+        for line in difflib.ndiff(settings(CONFIGS[4]), settings(CONFIGS.get(processes, NODES)))
         if line.startswith("+ ")
     ]
-    assert changes == (["distributed_type", "num_processes"] if processes == 1 else ["num_processes"])
+    expected = {
+        1: ["distributed_type", "num_processes"],
+        "nodes": ["main_process_ip", "main_process_port", "num_machines", "num_processes"],
+    }
+    assert changes == expected.get(processes, ["num_processes"])
 
 
 @pytest.fixture(scope="module")

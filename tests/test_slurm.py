@@ -71,9 +71,9 @@ class Job:
     def until_step(self, step):
         self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
 
-    def until_back_in_the_queue(self):
+    def until_back_in_the_queue(self, restarts=1):
         self.until("PENDING")
-        assert self.show("Restarts") == "1"
+        assert self.show("Restarts") == str(restarts)
         self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now")  # Slurm lets it wait two minutes
 
     def until_complete(self):
@@ -134,13 +134,14 @@ def test_one_readable_log_and_the_other_nodes_apart(two_nodes):
     assert "step " not in other
 
 
-def test_warned_in_mid_run_it_goes_back_and_ends_like_the_undisturbed(slurm, two_nodes, tmp_path):
+def test_warned_twice_in_mid_run_it_goes_back_and_ends_like_the_undisturbed(slurm, two_nodes, tmp_path):
     job = Job(slurm, tmp_path / "job", *TWO_NODES)
-    job.until_step(5)
-    slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
-    job.until_back_in_the_queue()
-    assert "which is saved" in job.log() and job.processes() == []
-    assert job.until_complete()["resumed_from"] >= 5
+    for restarts, step in ((1, 5), (2, 20)):
+        job.until_step(step)
+        slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
+        job.until_back_in_the_queue(restarts)
+        assert job.log().count("which is saved") == restarts and job.processes() == []
+    assert job.until_complete()["resumed_from"] >= 20
     assert equal(job, two_nodes)
 
 
