@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 import torch
@@ -71,10 +70,11 @@ class Job:
     def until_step(self, step):
         self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
 
-    def until_back_in_the_queue(self, restarts=1):
+    def until_back_in_the_queue(self, restarts=1, delay=3):
+        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have sooner."""
         self.until("PENDING")
         assert self.show("Restarts") == str(restarts)
-        self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now")  # Slurm lets it wait two minutes
+        self.cluster.run("scontrol", "update", f"jobid={self.id}", f"StartTime=now+{delay}")
 
     def until_complete(self):
         self.until("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -167,8 +167,7 @@ def test_a_node_that_dies_sends_the_job_back(slurm, two_nodes, tmp_path):
     job.until("PENDING")
     slurm.start_node("n2")
     slurm.wait_for_idle_nodes()
-    time.sleep(10)  # otherwise Slurm 22.05 counts the job's nodes wrong; users have the two minutes before a restart
-    job.until_back_in_the_queue()
+    job.until_back_in_the_queue(delay=10)
     assert job.until_complete()["resumed_from"] >= 10
     assert equal(job, two_nodes)
 
