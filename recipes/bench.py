@@ -29,6 +29,7 @@ from contextlib import nullcontext
 from datetime import date
 from html import escape
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -46,16 +47,19 @@ YARDSTICK = "plain_ddp_cifar"
 RECIPES = [YARDSTICK, "data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar"]
 GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 # ------------------------------------------------------------------------------------------------------ the arms
 class Arm:
-    """A recipe, perhaps with flags of its own, on a number of processes; and what was measured of it."""
+    """A recipe, perhaps with variables and flags as in a shell, on a number of processes; and what was measured."""
 
     def __init__(self, recipe, processes):
         self.recipe, self.processes = recipe, processes
-        self.name, *self.flags = shlex.split(recipe)
+        words = shlex.split(recipe)
+        self.environment = dict(word.split("=", 1) for word in takewhile(ASSIGNMENT.match, words))
+        self.name, *self.flags = words[len(self.environment) :]
         self.label = recipe.replace("_cifar", "")
         self.samples, self.failure = [], None
 
@@ -89,7 +93,11 @@ class Arm:
             log, launched = Path(directory, "log"), time.time()
             with log.open("w") as file:
                 process = subprocess.Popen(
-                    self.command(args, directory), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    self.command(args, directory),
+                    env={**os.environ, **self.environment},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
                 try:
                     code = process.wait(args.timeout)
@@ -444,7 +452,7 @@ def parse_args():
     )
     add = parser.add_argument
     counts = [n for n in (1, 2, 4, 8) if n <= (GPUS or CORES)]
-    add("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="names, in quotes with flags of their own")
+    add("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="names; in quotes, with flags or variables of their own")
     add("--processes", nargs="+", type=int, choices=(1, 2, 4, 8), default=counts, help="processes, or GPUs")
     add("--data", choices=("cifar10", "synthetic"), default="synthetic", help="synthetic needs no files, no network")
     add("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
@@ -461,7 +469,7 @@ def parse_args():
     add("--output-dir", default="bench_results", help="for the result files")
     args = parser.parse_args()
     for recipe in args.recipes:
-        if not shlex.split(recipe) or shlex.split(recipe)[0] not in RECIPES:
+        if next((word for word in shlex.split(recipe) if not ASSIGNMENT.match(word)), None) not in RECIPES:
             parser.error(f"argument --recipes: {recipe!r} is none of {', '.join(RECIPES)}")
     if min(args.batch_size, args.rounds, args.warmup_steps) < 1 or args.steps <= args.warmup_steps:
         parser.error("--batch-size, --rounds and --warmup-steps begin at 1, and --steps at one more than the warm-up")

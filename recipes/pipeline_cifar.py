@@ -36,6 +36,7 @@ import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env, send_to_device
 from rich.console import Console
 from rich.panel import Panel
@@ -301,7 +302,8 @@ class Checkpoints:
     # What may differ between a checkpoint and the run that goes on from it; all else must be equal.
     free = (
         "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume world_size batch_size "
-        "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile versions"
+        "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker profile "
+        "eval_only versions"
     ).split()
 
     def __init__(self, accelerator, args, run):
@@ -476,10 +478,12 @@ class Report:
     It also measures throughput, over all processes. The first line of metrics is warm-up and left out.
     """
 
-    def __init__(self, accelerator, output_dir, total_steps, start, metrics):
+    def __init__(self, accelerator, run, start, metrics):
         self.accelerator, main = accelerator, accelerator.is_main_process
+        output_dir, total_steps = run["output_dir"], run["steps"]
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
-        self.file = open(Path(output_dir, "metrics.jsonl") if main else os.devnull, "w", buffering=1)
+        quiet = run["eval_only"] or not main
+        self.file = open(os.devnull if quiet else Path(output_dir, "metrics.jsonl"), "w", buffering=1)
         self.file.write(metrics)
         trained = [line for line in map(json.loads, metrics.splitlines()) if line["event"] == "train"]
         self.loss = trained[-1]["loss"] if trained else None
@@ -491,6 +495,20 @@ class Report:
         columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.task = self.progress.add_task("first steps", total=total_steps, completed=start)
+        if not run["eval_only"]:
+            settings = {name: value for name, value in run.items() if isinstance(value, int | float | str)}
+            accelerator.init_trackers(RECIPE, settings)
+        self.profiler = None
+        if run["profile"]:
+            if total_steps - start < 9:
+                refuse("argument --profile: the trace is of the seventh to ninth step, let it run as long")
+            path = Path(output_dir, f"trace-rank-{accelerator.process_index}.json")
+            self.profiler = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1),
+                on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            )
+            self.profiler.start()
+        self.table("run", run)
 
     def table(self, title, values):
         """Show a dictionary: in a box on a terminal, as plain lines elsewhere."""
@@ -531,6 +549,8 @@ class Report:
     def advance(self):
         self.first_step_at = self.first_step_at or time.time()
         self.progress.advance(self.task)
+        if self.profiler:
+            self.profiler.step()
 
     def timed(self, batches):
         """Pass batches on, and count the seconds that the loop waits for them."""
@@ -559,6 +579,8 @@ class Report:
 
     def write(self, event, values):
         self.file.write(json.dumps({"event": event, **values}) + "\n")
+        shown = {f"{event}/{name}": value for name, value in values.items() if value is not None and name != "step"}
+        self.accelerator.log(shown, step=values["step"])
 
     def leave(self, status, message):
         """End this process before the training is complete, when all others have come here, too."""
@@ -566,6 +588,8 @@ class Report:
         if self.accelerator.is_main_process:
             print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
         self.accelerator.wait_for_everyone()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         os._exit(status)
 
     def sums(self, totals, parameters, scheduler, step):
@@ -627,6 +651,10 @@ def parse_args(**own_flags):
     add("--checkpoint-every", type=int, help="optimizer steps between checkpoints, beside those at each epoch's end")
     add("--keep", type=int, default=2, help="how many checkpoints to keep")
     add("--resume", metavar="{auto,PATH}", help="go on from a checkpoint; auto: the newest in the output directory")
+    add("--eval-only", action="store_true", help="with --resume: measure that checkpoint on the test set and leave")
+    trackers = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
+    add("--tracker", choices=trackers, help="where Accelerate sends the metrics, beside metrics.jsonl")
+    add("--profile", action="store_true", help="write a trace of three steps per rank, for Perfetto or Chrome's viewer")
     add("--cpu", action="store_true", help="leave the GPUs alone: processes on CPU cores, over gloo")
     for name, options in own_flags.items():
         add(f"--{name.replace('_', '-')}", **options)
@@ -640,6 +668,10 @@ def parse_args(**own_flags):
         tempfile.TemporaryFile(dir=args.output_dir).close()
     except OSError as error:
         refuse(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another directory")
+    if args.tracker and args.tracker not in [tracker.value for tracker in get_available_trackers()]:
+        refuse(f"argument --tracker: its package is missing, pip install {args.tracker}")
+    if args.eval_only and not args.resume:
+        refuse("argument --eval-only: which checkpoint? Add --resume PATH, or --resume auto for the newest")
     checkpoints = list(Path(args.output_dir).glob(Checkpoints.pattern))
     if checkpoints and get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):  # --max_restarts, after a process died
         args.resume = "auto"
@@ -671,6 +703,8 @@ def make_accelerator(args, mixed_precision="no"):
     accelerator = Accelerator(
         cpu=cpu,  # without it, processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
+        log_with=args.tracker,
+        project_dir=args.output_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
@@ -774,8 +808,11 @@ def main():
     del checkpoint
     run["resumed_from"] = start
     interruption = Interruption(accelerator)
-    report = Report(accelerator, args.output_dir, total_steps, start, metrics)
-    report.table("run", run)
+    report = Report(accelerator, run, start, metrics)
+    if args.eval_only:
+        if test := pipeline_evaluate(accelerator, schedule, stage, replicas, test_loader, interruption):
+            report.evaluation(math.ceil(start / steps_per_epoch), start, test)
+        report.leave(128 + interruption.signal if not test else 0, "nothing trained and nothing written: --eval-only")
 
     with report.progress:
         # A checkpoint of an epoch's last step is from before the evaluation: going on from it begins with that.
