@@ -6,7 +6,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: a minute and a half on two cores
 	rm -rf runs/demo
@@ -17,6 +17,12 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 	gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	for n in 8 4 2 1; do if [ $$gpus -ge $$n ] || [ $$n = 1 ]; then break; fi; done; \
 	$(LAUNCH)/$${n}gpu.yaml recipes/ddp_cifar.py $(ARGS)
+
+bench: $(READY)  ## measure all recipes on this machine, under ten minutes; ARGS="--rounds 5" passes flags on
+	$(BIN)/python recipes/bench.py $(ARGS)
+
+results:  ## put the tables of bench_results/ into the README
+	$(PYTHON) tests/results.py
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
 	$(BIN)/python -m pytest $(ARGS)
@@ -38,4 +44,4 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train test sync lint clean
+.PHONY: help demo train bench results test sync lint clean

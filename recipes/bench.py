@@ -452,7 +452,7 @@ def parse_args():
     )
     add = parser.add_argument
     counts = [n for n in (1, 2, 4, 8) if n <= (GPUS or CORES)]
-    add("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="names; in quotes, with flags or variables of their own")
+    add("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="names; in quotes, with own flags or variables")
     add("--processes", nargs="+", type=int, choices=(1, 2, 4, 8), default=counts, help="processes, or GPUs")
     add("--data", choices=("cifar10", "synthetic"), default="synthetic", help="synthetic needs no files, no network")
     add("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT, load, run
+from results import filled
 from test_recipes import RECIPES
 
 README = (ROOT / "README.md").read_text()
@@ -51,10 +52,15 @@ def test_the_differences_shown_are_real(recipe):
         assert line in difference, f"no longer a difference: {line}"
 
 
+def test_the_result_tables_are_those_of_the_result_files():
+    assert filled(README) == README, "run make results"
+    assert README.count("<!-- end -->") == len(re.findall("<!-- bench_results/", README)) >= 3
+
+
 def test_the_make_targets_named_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
-    assert {"demo", "test", "train"} <= named <= targets
+    assert {"bench", "demo", "test", "train"} <= named <= targets
 
 
 def test_the_schedule_is_the_documented_one():
