@@ -197,7 +197,7 @@ def overhead(args):
     alone: bare without DDP, each process for itself.
     """
     recipe, mixed = load(args.overhead), args.overhead == "amp_cifar"
-    args.seed, args.cpu = 0, not GPUS
+    args.seed, args.cpu, args.tracker = 0, not GPUS, None
     accelerator = recipe.make_accelerator(args, mixed_precision="bf16" if mixed else "no")
     train_loader, _ = accelerator.prepare(*recipe.load_data(args, accelerator))
 
@@ -352,7 +352,7 @@ def notes(args, rounds):
     """Return the lines that say how the figures came about."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate"))
     lines = [
-        f"{hardware()}; {versions}; Python {platform.python_version()}; {date.today()}; commit {commit()}.",
+        f"{hardware()}; {versions}; Python {platform.python_version()}; {date.today()}; commit {COMMIT}.",
         f"{stem_of(args)}. {rounds} rounds, arms in turn; of each run's {args.steps} steps the first "
         f"{args.warmup_steps} are warm-up and left out.",
         *(f"{name}: {meaning}." for name, meaning in COLUMNS.items() if meaning),
@@ -411,6 +411,7 @@ def picture(arms, computed, args):
     return "\n".join([f"<svg {style} {size}>", '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 
+COMMIT = commit()  # before the measurement, during which somebody may go on working
 PALETTE = ["#888888", "#4c78a8", "#54a24b", "#f58518", "#b279a2", "#e45756"]
 
 
@@ -422,7 +423,7 @@ def write(arms, computed, args, rounds):
     content = {
         "date": str(date.today()),
         "hardware": hardware(),
-        "commit": commit(),
+        "commit": COMMIT,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "torchvision", "accelerate")},
         "settings": vars(args),
