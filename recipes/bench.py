@@ -79,10 +79,11 @@ class Arm:
             return list(map(str, line))
         processes = self.processes
         if self.name == "data_parallel_cifar":
-            # The batch of DataParallel is the global one.
-            flags += ["--batch-size", args.batch_size * processes]
+            flags += ["--batch-size", args.batch_size * processes]  # that of all GPUs
             flags += ["--gpus", ",".join(map(str, range(processes)))] if GPUS else []
             processes = 1
+        if self.name == "pipeline_cifar":  # whose batch is that of a pipeline, two processes
+            flags += ["--batch-size", 2 * args.batch_size]
         config = HERE.parent / "accelerate_configs" / f"{processes}gpu.yaml"
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
         return list(map(str, [*launch, script, "--log-every", args.warmup_steps, *flags]))
@@ -461,7 +462,7 @@ def parse_args():
     add("--stem", choices=("cifar", "imagenet"), default="imagenet", help="first layers of resnet50: 3x3, or stock 7x7")
     add("--batch-size", type=int, default=128, help="samples per process")
     add("--rounds", type=int, default=3, help="how often each arm is run")
-    add("--minutes", type=float, default=9, help="no further round begins where it would end after this")
+    add("--minutes", type=float, default=9.7, help="no further round begins where it would end after this")
     add("--steps", type=int, default=100 if GPUS else 8, help="optimizer steps of a run")
     add("--warmup-steps", type=int, default=20 if GPUS else 2, help="the first of them, which are not measured")
     add("--timeout", type=float, default=900, help="seconds after which a run is given up")
