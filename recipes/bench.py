@@ -72,11 +72,11 @@ class Arm:
     def command(self, args, output_dir):
         flags = ["--data", args.data, "--data-dir", args.data_dir, "--model", args.model, "--stem", args.stem]
         flags += ["--batch-size", args.batch_size, "--max-steps", args.steps, "--epochs", 10**6]
-        flags += ["--output-dir", output_dir, *(["--cpu"] if not GPUS else []), *self.flags]
+        flags += ["--output-dir", output_dir, *(["--cpu"] if not GPUS else [])]
         script = HERE / f"{self.name}.py"
         if self.name == YARDSTICK:
-            line = [sys.executable, script, "--world_size", self.processes, "--warmup-steps", args.warmup_steps, *flags]
-            return list(map(str, line))
+            line = [sys.executable, script, "--world_size", self.processes, "--warmup-steps", args.warmup_steps]
+            return list(map(str, [*line, *flags, *self.flags]))
         processes = self.processes
         if self.name == "data_parallel_cifar":
             flags += ["--batch-size", args.batch_size * processes]  # that of all GPUs
@@ -86,7 +86,7 @@ class Arm:
             flags += ["--batch-size", 2 * args.batch_size]
         config = HERE.parent / "accelerate_configs" / f"{processes}gpu.yaml"
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
-        return list(map(str, [*launch, script, "--log-every", args.warmup_steps, *flags]))
+        return list(map(str, [*launch, script, "--log-every", args.warmup_steps, *flags, *self.flags]))
 
     def run(self, args):
         """Run it once and keep the sample, or the end of its log if it fails."""
@@ -345,7 +345,7 @@ def table(arms, computed=()):
     for index, name in enumerate(COLUMNS):
         shown.add_column(name, justify="right" if index else "left", no_wrap=index > 0, min_width=0 if index else 14)
     for cells in rows(arms, computed):
-        shown.add_row(*cells, style={"failed": "red", "computed": "dim"}.get(cells[2 if "failed" in cells else 3]))
+        shown.add_row(*cells, style="red" if cells[2] == "failed" else "dim" if cells[3] == "computed" else None)
     return shown
 
 
@@ -353,7 +353,7 @@ def notes(args, rounds):
     """Return the lines that say how the figures came about."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate"))
     lines = [
-        f"{hardware()}; {versions}; Python {platform.python_version()}; {date.today()}; commit {COMMIT}.",
+        f"{hardware()}; {versions}; Python {platform.python_version()}; {date.today()}; commit {args.commit}.",
         f"{stem_of(args)}. {rounds} rounds, arms in turn; of each run's {args.steps} steps the first "
         f"{args.warmup_steps} are warm-up and left out.",
         *(f"{name}: {meaning}." for name, meaning in COLUMNS.items() if meaning),
@@ -412,7 +412,6 @@ def picture(arms, computed, args):
     return "\n".join([f"<svg {style} {size}>", '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 
-COMMIT = commit()  # before the measurement, during which somebody may go on working
 PALETTE = ["#888888", "#4c78a8", "#54a24b", "#f58518", "#b279a2", "#e45756"]
 
 
@@ -424,7 +423,6 @@ def write(arms, computed, args, rounds):
     content = {
         "date": str(date.today()),
         "hardware": hardware(),
-        "commit": COMMIT,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "torchvision", "accelerate")},
         "settings": vars(args),
@@ -487,6 +485,7 @@ def main():
     args = parse_args()
     if args.overhead:
         return overhead(args)
+    args.commit = commit()  # before the measurement, during which somebody may go on working
     arms = [Arm(recipe, n) for recipe in args.recipes for n in args.processes]
     arms = [arm for arm in arms if arm.runs()]
     console = Console(soft_wrap=not sys.stdout.isatty())

@@ -67,10 +67,11 @@ def outputs(directory):
     }
 
 
-def forked(runs, directory):
+def forked(runs, directory, **env):
     """Exit codes and output of runs that need no launcher; see programs/forked.py."""
     Path(directory, "runs.json").write_text(json.dumps(runs, default=str))
-    run([sys.executable, ROOT / "tests/programs/forked.py", "runs.json", "answer.json"], cwd=directory, **PROGRAMS)
+    program = [sys.executable, ROOT / "tests/programs/forked.py", "runs.json", "answer.json"]
+    run(program, cwd=directory, **PROGRAMS, **env)
     return json.loads(Path(directory, "answer.json").read_text())
 
 

@@ -2,10 +2,9 @@
 
 import json
 import re
-import sys
 
 import pytest
-from conftest import ROOT, launch, run, the_error_line, train
+from conftest import ROOT, launch, train
 
 FLAGS = ["--max-steps", 10, "--batch-size", 32, "--seed", 3]
 
@@ -47,17 +46,3 @@ def test_evaluating_a_checkpoint_touches_nothing(observed, tmp_path):
     (shown,) = re.findall(r"epoch 1 step 10 (test loss .*)", output)
     assert shown == f"test loss {test['test_loss']:.3f} test accuracy {test['test_accuracy']:.2%} of 1,024 samples"
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--tracker", "clearml"], "pip install clearml"),
-        (["--eval-only"], "Add --resume PATH"),
-        (["--profile", "--max-steps", 8], "the seventh to ninth step"),
-    ],
-)
-def test_what_cannot_be_observed_is_refused(flags, words, tmp_path):
-    recipe = [sys.executable, ROOT / "recipes/ddp_cifar.py", "--data", "synthetic", "--model", "simple_cnn", "--cpu"]
-    process = run([*recipe, *flags, "--output-dir", tmp_path], check=False)
-    assert words in the_error_line(process)

@@ -1,4 +1,4 @@
-"""Several runs of watched.py one after the other, each as its number of real processes, without a launcher.
+"""Several runs of watched.py, or of any script, one after the other, each as its number of processes, no launcher.
 
     forked.py RUNS.json ANSWER.json
 
@@ -9,6 +9,7 @@ five seconds.
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -34,7 +35,12 @@ def fork(run, rank, port, output):
     os.dup2(output.fileno(), 2)
     code = 1
     try:
-        train(run)
+        if "script" in run:
+            os.chdir(run["directory"])
+            sys.argv = [run["script"], *run["flags"]]
+            runpy.run_path(run["script"], run_name="__main__")
+        else:
+            train(run)
         code = 0
     except BaseException:
         traceback.print_exc()
