@@ -5,9 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torchvision
 from conftest import ROOT, load, run
 from results import filled
+from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 README = (ROOT / "README.md").read_text()
 
@@ -67,3 +72,41 @@ def test_the_schedule_is_the_documented_one():
     assert "rises linearly over the first fifth" in README
     recipe = load("recipes/ddp_cifar.py")
     assert [recipe.learning_rate_factor(step, 10) for step in (0, 1, 9, 10)] == [0.5, 1.0, 0.125, 0.0]
+
+
+def test_the_loop_before_and_after(tmp_path, monkeypatch):
+    """Both sides of the README's diff train, and end with the same model."""
+    section = README.partition("## From your own loop to Accelerate\n")[2]
+    lines = re.search(r"```\n(.*?)```", section, re.DOTALL)[1].splitlines()
+    monkeypatch.chdir(tmp_path)
+    weights = []
+    for sign in "-+":
+        torch.manual_seed(0)
+        samples = TensorDataset(torch.randn(24, 5), torch.randint(3, (24,)))
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {
+            "torch": torch,
+            "device": "cpu",
+            "epochs": 2,
+            "criterion": nn.CrossEntropyLoss(),
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            "train_loader": DataLoader(samples, 4),
+            "test_loader": DataLoader(samples, 10),
+        }
+        exec("\n".join(line[1:] for line in lines if line[0] in (" ", sign)), names)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+    assert torch.equal(torch.load("model.pt")["weight"], load_file("weights/model.safetensors")["weight"])
+
+
+def test_the_weights_load_in_plain_torchvision(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "runs/ddp_cifar/model.safetensors"
+    weights.parent.mkdir(parents=True)
+    save_file(torchvision.models.resnet50(num_classes=10).state_dict(), weights)
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(snippet, {})
+    assert 0 <= int(capsys.readouterr().out) < 10
