@@ -1,7 +1,7 @@
 """Put the tables of the result files into the README: `make results`.
 
-Between `<!-- FILE -->` and `<!-- end -->` stands the text of that file under bench_results/. test_readme.py holds the
-README to it.
+Between `<!-- FILE -->` and `<!-- end -->` stands the text of that file; after `<!-- FILE short -->` without the legend of
+its columns. test_readme.py holds the README to it.
 """
 
 import re
@@ -14,9 +14,13 @@ def filled(readme):
     """Return the README's text with the result files' current content."""
 
     def block(match):
-        return f"{match[1]}\n{(ROOT / match[2]).read_text().strip()}\n{match[3]}"
+        marker, file, short, end = match.groups()
+        table, command, notes = (ROOT / file).read_text().strip().split("\n\n")
+        if short:
+            notes = "\n".join(notes.splitlines()[:2])
+        return "\n\n".join([f"{marker}\n{table}", command, f"{notes}\n{end}"])
 
-    return re.sub(r"(<!-- (bench_results/\S+) -->)\n.*?\n?(<!-- end -->)", block, readme, flags=re.DOTALL)
+    return re.sub(r"(<!-- (bench_results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)", block, readme, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
