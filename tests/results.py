@@ -1,6 +1,6 @@
 """Put the tables of the result files into the README: `make results`.
 
-Between `<!-- FILE -->` and `<!-- end -->` stands the text of that file, and after `<!-- FILE short -->` the text without
+Between `<!-- FILE -->` and `<!-- end -->` stands the text of that file; after `<!-- FILE short -->` the same without
 the legend of its columns. test_readme.py holds the README to it.
 """
 
