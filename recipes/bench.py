@@ -112,6 +112,9 @@ class Arm:
                 self.failure = f"exit code {code}\n" + "\n".join(log.read_text().splitlines()[-15:])
                 return
             summary = json.loads(Path(directory, "summary.json").read_text())
+        if summary["images_per_second"] is None:
+            self.failure = "nothing was measured: all of its steps were warm-up"
+            return
         names = "images_per_second", "peak_memory_bytes", "data_wait_share", "device"
         sample = {name: summary[name] for name in names}
         self.samples.append({**sample, "seconds_to_first_step": summary["first_step_at"] - launched})
