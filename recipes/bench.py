@@ -109,7 +109,11 @@ class Arm:
                         os.killpg(process.pid, signal.SIGKILL)
                         process.wait()
             if code != 0:
-                self.failure = f"exit code {code}\n" + "\n".join(log.read_text().splitlines()[-15:])
+                lines = log.read_text().splitlines()
+                said = [
+                    line for line in lines if line.startswith(f"{self.name}: ")
+                ]  # what the launcher's traceback hides
+                self.failure = f"exit code {code}\n" + "\n".join(said or lines[-15:])
                 return
             summary = json.loads(Path(directory, "summary.json").read_text())
         if summary["images_per_second"] is None:
@@ -305,9 +309,9 @@ COLUMNS = {
     "recipe": "",
     "N": "processes (DataParallel: GPUs)",
     "images/s": "median over the rounds",
-    "least-most": "of the rounds",
+    "range": "least and most of the rounds",
     "ratio": f"images/s over those of {YARDSTICK} on the same N in the same round, median",
-    "/device": "images/s per GPU" if GPUS else "images/s per core",
+    "each": "images/s per GPU" if GPUS else "images/s per core",
     "scaling": "images/s over N times those of one" if GPUS else "images/s over those of one process on the same cores",
     "GiB": "peak memory of the hungriest process, " + ("on its GPU" if GPUS else "resident"),
     "data": "share of the time in which the loop waits for its next batch",
@@ -344,9 +348,9 @@ def rows(arms, computed):
 
 
 def table(arms, computed=()):
-    shown = Table(box=box.SIMPLE, padding=(0, 0, 0, 1))
+    shown = Table(box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
     for index, name in enumerate(COLUMNS):
-        shown.add_column(name, justify="right" if index else "left", no_wrap=index > 0, min_width=0 if index else 14)
+        shown.add_column(name, justify="right" if index else "left", no_wrap=index > 0, min_width=0 if index else 13)
     for cells in rows(arms, computed):
         shown.add_row(*cells, style="red" if cells[2] == "failed" else "dim" if cells[3] == "computed" else None)
     return shown
@@ -371,10 +375,11 @@ def notes(args, rounds):
 
 
 def commit():
-    found = subprocess.run(
-        ["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
+    command = ["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    except FileNotFoundError:
+        return "unknown"
 
 
 def markdown(arms, computed, args, rounds):

@@ -1,6 +1,7 @@
 """bench.py: the arms really run, the figures are those of the samples, failures are seen, the arithmetic is right."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_table_and_picture_show_every_arm(result):
         label = f"{arm['recipe'].replace('_cifar', '')}, {arm['processes']}"
         assert (label in texts) == (not arm["failure"])
     assert sum(text.endswith("(computed)") for text in texts) == 2
-    shown = process.stdout.partition("recipe ")[2].partition("\n\n")[0]
+    shown = process.stdout.partition("recipe ")[2].partition("; torch")[0].rpartition("\n")[0]
     assert "plain_ddp" in shown and "failed" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "warm-up and left out" in process.stdout
@@ -132,7 +133,7 @@ def test_an_interrupt_leaves_nothing_running(tmp_path):
     command = [*BENCH, "--recipes", "ddp_cifar", "--processes", 2, "--steps", 10**6, "--output-dir", tmp_path / "out"]
     process = subprocess.Popen(
         list(map(str, command)),
-        env={"TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         text=True,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
