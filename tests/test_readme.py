@@ -42,7 +42,7 @@ def test_the_flags_are_those_of_help(recipe):
     documented = documented_flags(recipe)
     assert shown.keys() == documented.keys()
     for flag, default in documented.items():
-        if re.search(r"\(default: (?!None)[^)]+\)$", shown[flag]) and flag != "--cpu":
+        if re.search(r"\(default: (?!None|False)[^)]+\)$", shown[flag]):
             actual = re.search(r"\(default: ([^)]+)\)$", shown[flag])[1]
             assert actual == default or default in ("balanced", "all") or "config's" in default, flag
 
