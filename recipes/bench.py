@@ -106,8 +106,7 @@ class Arm:
                     code = f"none after {args.timeout} s"
                 finally:  # also where Ctrl-C came
                     if process.poll() is None:
-                        os.killpg(process.pid, signal.SIGKILL)
-                        process.wait()
+                        stop(process)
             if code != 0:
                 lines = log.read_text().splitlines()
                 said = [
@@ -153,6 +152,17 @@ class Arm:
                 for name in ("peak_memory_bytes", "data_wait_share", "seconds_to_first_step")
             },
         }
+
+
+def stop(process):
+    """End a run with all of its processes. Ranks have sessions of their own: the launcher has to be asked to end them,
+    for which it takes up to 30 seconds."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(45)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # ------------------------------------------------------------------------------------------------ the prediction
