@@ -152,3 +152,13 @@ def test_every_launch_leaves_cleanly(tmp_path):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(code, range(8))) == [0] * 8
+
+
+def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
+    flags = ["--max-steps", 3, "--batch-size", 16]
+    eager = train(2, tmp_path / "eager", *flags)
+    compiled = train(2, tmp_path / "compiled", *flags, "--compile", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"
+    weights, expected = load_file(compiled.weights), load_file(eager.weights)
+    assert weights.keys() == expected.keys()
+    assert max((weights[name] - value).abs().max() for name, value in expected.items()) < 1e-5
