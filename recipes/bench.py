@@ -13,6 +13,7 @@ Writes a table (Markdown), every sample (JSON) and a picture (SVG) into bench_re
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -33,7 +34,6 @@ from itertools import takewhile
 from pathlib import Path
 
 import torch
-from accelerate.utils import set_seed
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -47,8 +47,23 @@ YARDSTICK = "plain_ddp_cifar"
 RECIPES = [YARDSTICK, "data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar"]
 GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+VERSIONS = {name: version(name) for name in ("torch", "torchvision", "accelerate")}
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 BUCKET_BYTES = 25 * 2**20  # DDP's default
+STEMS = {"imagenet": "stock", "cifar": "CIFAR"}
+COLUMNS = {
+    "recipe": "",
+    "N": "processes (DataParallel: GPUs)",
+    "images/s": "median over the rounds",
+    "range": "least and most of the rounds",
+    "ratio": f"images/s over those of {YARDSTICK} on the same N in the same round, median",
+    "each": "images/s per GPU" if GPUS else "images/s per core",
+    "scaling": "images/s over N times those of one" if GPUS else "images/s over those of one process on the same cores",
+    "GiB": "peak memory of the hungriest process, " + ("on its GPU" if GPUS else "resident"),
+    "data": "share of the time in which the loop waits for its next batch",
+    "start": "seconds from the launch to the end of the first step",
+}
+PALETTE = ["#888888", "#4c78a8", "#54a24b", "#f58518", "#b279a2", "#e45756"]
 
 
 # ------------------------------------------------------------------------------------------------------ the arms
@@ -109,9 +124,8 @@ class Arm:
                         stop(process)
             if code != 0:
                 lines = log.read_text().splitlines()
-                said = [
-                    line for line in lines if line.startswith(f"{self.name}: ")
-                ]  # what the launcher's traceback hides
+                # The recipe's own words, which the launcher's traceback would hide.
+                said = [line for line in lines if line.startswith(f"{self.name}: ")]
                 self.failure = f"exit code {code}\n" + "\n".join(said or lines[-15:])
                 return
             summary = json.loads(Path(directory, "summary.json").read_text())
@@ -209,18 +223,41 @@ def load(name):
 
 
 def overhead(args):
-    """Measure four loops in turn in the same processes: what data, Accelerate and DDP add to a step.
+    """Print what data, Accelerate and DDP add to a step, as ratios of the four loops of `seconds_per_step`."""
+    recipe = load(args.overhead)
+    args.seed, args.cpu, args.tracker = 0, not GPUS, None
+    accelerator = recipe.make_accelerator(args, mixed_precision="bf16" if args.overhead == "amp_cifar" else "no")
+    seconds = seconds_per_step(args, recipe, accelerator)
+    accelerator.print(f"{args.overhead}, {accelerator.num_processes} processes, {hardware()}, {stem_of(args)}")
+    accelerator.print(
+        f"{args.rounds} rounds of {args.steps} steps of each loop; median, least and most over the rounds"
+    )
+    for name, values in seconds.items():
+        accelerator.print(f"  {name:6} {span([1000 * value for value in values], '.1f')} ms a step")
+    for slow, fast, meaning in (
+        ("full", "cached", "loop with its data / fed one cached batch"),
+        ("cached", "bare", "with Accelerate and the recipe's own code / bare torch"),
+        ("bare", "alone", "with DDP / without"),
+    ):
+        ratios = [b / a for a, b in zip(seconds[slow], seconds[fast], strict=True)]
+        accelerator.print(f"  {span(ratios, '.3f')} speed {meaning}")
+    # As in the recipes: gloo may abort where models outlive the process group.
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def seconds_per_step(args, recipe, accelerator):
+    """Return {loop: [seconds of a step in each round]} of four loops that take turns in the same processes.
 
     full: the recipe's, with its data; cached: the same fed one batch over and over; bare: torch alone, with DDP;
     alone: bare without DDP, each process for itself.
     """
-    recipe, mixed = load(args.overhead), args.overhead == "amp_cifar"
-    args.seed, args.cpu, args.tracker = 0, not GPUS, None
-    accelerator = recipe.make_accelerator(args, mixed_precision="bf16" if mixed else "no")
+    mixed = accelerator.mixed_precision == "bf16"
     train_loader, _ = accelerator.prepare(*recipe.load_data(args, accelerator))
 
     def training():
-        set_seed(0)
+        torch.manual_seed(0)
         model = recipe.build_model(args).to(accelerator.device, memory_format=torch.channels_last)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
@@ -280,20 +317,7 @@ def overhead(args):
             accelerator.wait_for_everyone()
             if index:  # the first round is warm-up
                 seconds[name].append((time.perf_counter() - before) / args.steps)
-    accelerator.print(f"{args.overhead}, {accelerator.num_processes} processes, {hardware()}, {stem_of(args)}")
-    accelerator.print(
-        f"{args.rounds} rounds of {args.steps} steps of each loop; median, least and most over the rounds"
-    )
-    for name, values in seconds.items():
-        accelerator.print(f"  {name:6} {span([1000 * value for value in values], '.1f')} ms a step")
-    for slow, fast, meaning in (
-        ("full", "cached", "loop with its data / fed one cached batch"),
-        ("cached", "bare", "with Accelerate and the recipe's own code / bare torch"),
-        ("bare", "alone", "with DDP / without"),
-    ):
-        ratios = [b / a for a, b in zip(seconds[slow], seconds[fast], strict=True)]
-        accelerator.print(f"  {span(ratios, '.3f')} speed {meaning}")
-    accelerator.end_training()
+    return seconds
 
 
 def span(values, form):
@@ -312,21 +336,6 @@ def hardware():
 def stem_of(args):
     model = args.model if args.model != "resnet50" else f"ResNet-50 with the {STEMS[args.stem]} stem"
     return f"{model}, batch {args.batch_size} per process, data {args.data}"
-
-
-STEMS = {"imagenet": "stock", "cifar": "CIFAR"}
-COLUMNS = {
-    "recipe": "",
-    "N": "processes (DataParallel: GPUs)",
-    "images/s": "median over the rounds",
-    "range": "least and most of the rounds",
-    "ratio": f"images/s over those of {YARDSTICK} on the same N in the same round, median",
-    "each": "images/s per GPU" if GPUS else "images/s per core",
-    "scaling": "images/s over N times those of one" if GPUS else "images/s over those of one process on the same cores",
-    "GiB": "peak memory of the hungriest process, " + ("on its GPU" if GPUS else "resident"),
-    "data": "share of the time in which the loop waits for its next batch",
-    "start": "seconds from the launch to the end of the first step",
-}
 
 
 def row(arm, arms):
@@ -368,7 +377,7 @@ def table(arms, computed=()):
 
 def notes(args, rounds):
     """Return the lines that say how the figures came about."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "accelerate"))
+    versions = ", ".join(f"{name} {number}" for name, number in VERSIONS.items())
     lines = [
         f"{hardware()}; {versions}; Python {platform.python_version()}; {date.today()}; commit {args.commit}.",
         f"{stem_of(args)}. {rounds} rounds, arms in turn; of each run's {args.steps} steps the first "
@@ -430,9 +439,6 @@ def picture(arms, computed, args):
     return "\n".join([f"<svg {style} {size}>", '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 
-PALETTE = ["#888888", "#4c78a8", "#54a24b", "#f58518", "#b279a2", "#e45756"]
-
-
 def write(arms, computed, args, rounds):
     """Write the three result files, named after the hardware, and return their common path without the suffix."""
     slug = re.sub(r"[^a-z0-9]+", "-", f"{torch.cuda.get_device_name() if GPUS else 'cpu'}-x{GPUS or CORES}".lower())
@@ -442,7 +448,7 @@ def write(arms, computed, args, rounds):
         "date": str(date.today()),
         "hardware": hardware(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "torchvision", "accelerate")},
+        "versions": VERSIONS,
         "settings": vars(args),
         "arms": [
             {
@@ -491,7 +497,7 @@ def parse_args():
             parser.error(f"argument --recipes: {recipe!r} is none of {', '.join(RECIPES)}")
     if min(args.batch_size, args.rounds, args.warmup_steps) < 1 or args.steps <= args.warmup_steps:
         parser.error("--batch-size, --rounds and --warmup-steps begin at 1, and --steps at one more than the warm-up")
-    if max(args.processes) > (GPUS or max(args.processes)):
+    if GPUS and max(args.processes) > GPUS:
         parser.error(f"argument --processes: {max(args.processes)} processes but {GPUS} GPU(s), choose fewer")
     if args.predict is not None and args.predict <= 0:
         parser.error("argument --predict: give the bandwidth of a link in GB/s, such as 25 (PCIe 4) or 450 (NVLink 4)")

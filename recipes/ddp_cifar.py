@@ -276,6 +276,8 @@ class Checkpoints:
                 return self.compare(path, checkpoint)
         if paths:
             raise ValueError(f"no intact checkpoint in {self.directory}, choose another --output-dir to start afresh")
+        if self.args.eval_only:
+            raise ValueError(f"no checkpoint in {self.directory} to evaluate, choose its --output-dir or give its path")
         print(f"{RECIPE}: no checkpoint in {self.directory} yet, starting afresh", flush=True)
         return None
 
@@ -389,6 +391,8 @@ class Report:
     def __init__(self, accelerator, run, start, metrics):
         self.accelerator, main = accelerator, accelerator.is_main_process
         output_dir, total_steps = run["output_dir"], run["steps"]
+        if run["profile"] and total_steps - start < 9:
+            refuse("argument --profile: the trace is of the seventh to ninth step, let it run as long")
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
         quiet = run["eval_only"] or not main
         self.file = open(os.devnull if quiet else Path(output_dir, "metrics.jsonl"), "w", buffering=1)
@@ -408,8 +412,6 @@ class Report:
             accelerator.init_trackers(RECIPE, settings)
         self.profiler = None
         if run["profile"]:
-            if total_steps - start < 9:
-                refuse("argument --profile: the trace is of the seventh to ninth step, let it run as long")
             path = Path(output_dir, f"trace-rank-{accelerator.process_index}.json")
             self.profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1),
@@ -540,32 +542,40 @@ def refuse(message):
 
 def parse_args(**own_flags):
     """Return the flags that all recipes have, and a recipe's own: {name: options of add_argument}."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    summary, _, rest = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary, usage="\n" + rest.partition("\n\n")[0])
     parser.error = refuse
-    add = parser.add_argument
-    add("--data", choices=("cifar10", "synthetic"), default="cifar10", help="synthetic needs no files and no network")
-    add("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
-    add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="what to train")
-    add("--stem", choices=("cifar", "imagenet"), default="cifar", help="first layers of resnet50: 3x3, or stock 7x7")
-    add("--epochs", type=int, default=30, help="passes over the training set")
-    add("--max-steps", type=int, help="stop after this many optimizer steps")
-    add("--batch-size", type=int, default=128, help="samples per process and microbatch")
-    add("--lr", type=float, default=0.02, help="peak learning rate per 128 samples of global batch")
-    add("--seed", type=int, default=0, help="seed of weights, order and augmentation")
-    add("--log-every", type=int, default=10, help="optimizer steps between two lines of metrics")
-    add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints, metrics, summary and weights")
-    add("--checkpoint-every", type=int, help="optimizer steps between checkpoints, beside those at each epoch's end")
-    add("--keep", type=int, default=2, help="how many checkpoints to keep")
-    add("--resume", metavar="{auto,PATH}", help="go on from a checkpoint; auto: the newest in the output directory")
-    add("--eval-only", action="store_true", help="with --resume: measure that checkpoint on the test set and leave")
-    trackers = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
-    add("--tracker", choices=trackers, help="where Accelerate sends the metrics, beside metrics.jsonl")
-    add("--profile", action="store_true", help="write a trace of three steps per rank, for Perfetto or Chrome's viewer")
-    add("--cpu", action="store_true", help="leave the GPUs alone: processes on CPU cores, over gloo")
+
+    def add(group, name, help, **options):
+        default = "" if options.get("default") is None else " (default: %(default)s)"
+        group.add_argument(name, help=help + default, **options)
+
+    what = parser.add_argument_group("data and model")
+    add(what, "--data", "synthetic needs no files, no network", choices=("cifar10", "synthetic"), default="cifar10")
+    add(what, "--data-dir", "where CIFAR-10 is, or is downloaded to", default="data")
+    add(what, "--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
+    add(what, "--stem", "of resnet50: 3x3, or stock 7x7", choices=("cifar", "imagenet"), default="cifar")
+    how = parser.add_argument_group("training")
+    add(how, "--epochs", "passes over the training set", type=int, default=30)
+    add(how, "--max-steps", "stop after this many optimizer steps", type=int)
+    add(how, "--batch-size", "samples per process and microbatch", type=int, default=128)
+    add(how, "--lr", "peak learning rate per 128 samples of global batch", type=float, default=0.02)
+    add(how, "--seed", "of weights, order and augmentation", type=int, default=0)
+    add(how, "--cpu", "leave the GPUs alone: processes on CPU cores, over gloo", action="store_true")
+    own = parser.add_argument_group("this recipe")
     for name, options in own_flags.items():
-        add(f"--{name.replace('_', '-')}", **options)
+        add(own, f"--{name.replace('_', '-')}", **options)
+    stay = parser.add_argument_group("results and checkpoints")
+    add(stay, "--output-dir", "for checkpoints, metrics, summary and weights", default=f"runs/{RECIPE}")
+    add(stay, "--checkpoint-every", "optimizer steps between checkpoints, beside those at each epoch's end", type=int)
+    add(stay, "--keep", "how many checkpoints to keep", type=int, default=2)
+    add(stay, "--resume", "go on from a checkpoint; auto: the newest in the output directory", metavar="{auto,PATH}")
+    add(stay, "--eval-only", "with --resume: measure that checkpoint on the test set and leave", action="store_true")
+    look = parser.add_argument_group("looking at the run")
+    add(look, "--log-every", "optimizer steps between two lines of metrics", type=int, default=10)
+    trackers = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
+    add(look, "--tracker", f"where metrics go, too: {', '.join(trackers)}", choices=trackers, metavar="NAME")
+    add(look, "--profile", "write a trace of three steps per rank, for Perfetto or Chrome", action="store_true")
     args = parser.parse_args()
     for name, value in vars(args).items():
         low, high = (-1, 2**32) if name == "seed" else (0, math.inf)
@@ -688,7 +698,7 @@ def main():
     if args.eval_only:
         if test := evaluate(accelerator, model, test_loader, interruption):
             report.evaluation(math.ceil(start / steps_per_epoch), start, test)
-        report.leave(128 + interruption.signal if not test else 0, "nothing trained and nothing written: --eval-only")
+        report.leave(0 if test else 128 + interruption.signal, "nothing trained and nothing written: --eval-only")
 
     with report.progress:
         # A checkpoint of an epoch's last step is from before the evaluation: going on from it begins with that.

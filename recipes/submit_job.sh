@@ -5,8 +5,9 @@
 #   sbatch --nodes=2 recipes/submit_job.sh recipes/amp_cifar.py --epochs 30
 #
 # The first argument is the recipe (without any, ddp_cifar.py), the others are its flags. Every GPU of the job gets a
-# process; where there are no GPUs, `sbatch --ntasks-per-node=4` says how many. Before its time limit, and when it is
-# preempted, the job saves a checkpoint, goes back into the queue by itself, and continues when it is started again.
+# process; where there are no GPUs, `sbatch --ntasks-per-node=4` says how many. PROCESSES_PER_NODE=1 in the environment
+# overrides both, for data_parallel_cifar.py, one process over all GPUs. Before its time limit, and when it is preempted,
+# the job saves a checkpoint, goes back into the queue by itself, and continues when it is started again.
 
 # Where your cluster asks for them, fill these in and take one of the two hashes away:
 ##SBATCH --account=ACCOUNT

@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +67,19 @@ def outputs(directory):
         "evaluations": [line for line in lines if line["event"] == "evaluation"],
         "weights": Path(directory, "model.safetensors"),
     }
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 def forked(runs, directory, **env):

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from statistics import median
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT, launch, load, run
+from conftest import ROOT, launch, load, run, wait_until
 
 BENCH = [sys.executable, ROOT / "recipes/bench.py", "--model", "simple_cnn", "--batch-size", 32]
 bench = load("recipes/bench.py")
@@ -157,17 +156,11 @@ def test_an_interrupt_leaves_nothing_running(tmp_path):
         found = subprocess.run(["pgrep", "-f", f"ddp_cifar.py .*{tmp_path}"], capture_output=True, text=True)
         return found.stdout.split()
 
-    deadline = time.monotonic() + 60
-    while len(ranks()) < 3 and time.monotonic() < deadline:  # the launcher and its two processes
-        time.sleep(0.2)
-    assert len(ranks()) == 3
+    wait_until(lambda: len(ranks()) == 3)  # the launcher and its two processes
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 1 and errors == "bench: interrupted, nothing written\n"
-    deadline = time.monotonic() + 15  # the ranks have sessions of their own and follow their launcher
-    while ranks() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert ranks() == []
+    wait_until(lambda: not ranks(), 15)  # they have sessions of their own and follow their launcher
     assert not (tmp_path / "out").exists()
 
 

@@ -41,6 +41,11 @@ CASES = {
     "a tracker without its package": (["--tracker", "clearml"], ["--tracker", "pip install clearml"]),
     "which checkpoint": (["--eval-only"], ["--eval-only", "Add --resume PATH"]),
     "too short for a profile": (["--profile"], ["--profile", "the seventh to ninth step"]),
+    "nothing left to profile": (
+        ["--profile", "--resume", "auto", "--output-dir", "done"],
+        ["--profile", "the seventh to ninth step"],
+    ),
+    "nothing to evaluate": (["--eval-only", "--resume", "auto"], ["--resume", "no checkpoint in runs/ddp_cifar"]),
     "no checkpoints kept": (["--keep", "0"], ["--keep", "above 0"]),
     "checkpoints at no step": (["--checkpoint-every", "0"], ["--checkpoint-every", "above 0"]),
     "resume from nowhere": (["--resume", "nowhere.pt"], ["--resume", "nowhere.pt", "No such file", "auto"]),

@@ -1,10 +1,9 @@
 """Several machines without a scheduler: one `accelerate launch` on each, here two on this machine's loopback."""
 
-import socket
 import subprocess
 
 import pytest
-from conftest import ACCELERATE, ROOT, outputs, train
+from conftest import ACCELERATE, ROOT, free_port, outputs, train
 from safetensors.torch import load_file
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar"]
@@ -14,11 +13,8 @@ FLAGS = ["--max-steps", 4, "--batch-size", 16]
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_hosts_train_like_one(recipe, tmp_path):
     """In the pipeline the two stages are on different hosts. Each host has a disk of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml", "--num_processes", 2]
-    line += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    line += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
     script = [ROOT / f"recipes/{recipe}.py", "--data", "synthetic", "--model", "simple_cnn", "--cpu", *FLAGS]
     hosts = []
     for rank in (0, 1):

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch
+from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch, wait_until
 from test_resume import STEPS, assert_identical, content
 
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", "1"]
@@ -29,13 +28,6 @@ def ranks_of(directory):
             rank = next((entry for entry in variables if entry.startswith(b"RANK=")), b"RANK=0")
             found[int(rank.removeprefix(b"RANK="))] = int(process.name)
     return found
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def interrupt(recipe, processes, name, target, directory, *flags):

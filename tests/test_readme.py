@@ -1,13 +1,14 @@
 """The README says what the recipes do: flags, differences between them, make targets."""
 
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, load, run
+from conftest import ROOT, forked, load, run
 from results import filled
 from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
@@ -60,6 +61,41 @@ def test_the_differences_shown_are_real(recipe):
 def test_the_result_tables_are_those_of_the_result_files():
     assert filled(README) == README, "run make results"
     assert README.count("<!-- end -->") == len(re.findall("<!-- bench_results/", README)) >= 3
+
+
+COMMANDS = set(re.findall(r"(?:^|`)((?:accelerate launch|python|sbatch) .*?recipes/[^`\n]*)", README, re.MULTILINE))
+
+
+def test_every_launch_line_trains(tmp_path):
+    """Each with its own processes and flags, on less data: but without the launcher, which test_configs.py has."""
+    runs = []
+    for command in sorted(COMMANDS):
+        pattern = r"accelerate launch --config_file accelerate_configs/(\d)gpu.yaml (recipes/\w+_cifar.py)(.*)"
+        found = re.fullmatch(pattern, command)
+        if not found or command.endswith("GPUs"):
+            continue
+        processes, script, flags = int(found[1]), str(ROOT / found[2]), found[3].split()
+        flags += ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "1"]
+        directory = tmp_path / str(len(runs))
+        directory.mkdir()
+        runs.append({"processes": processes, "script": script, "flags": flags, "directory": directory})
+    assert len(runs) >= 12
+    for described, (codes, output) in zip(runs, forked(runs, tmp_path), strict=True):
+        assert codes == [0] * described["processes"], output
+
+
+def test_every_other_command_is_one_that_is_run_elsewhere(monkeypatch):
+    """By test_bench.py, test_slurm.py, test_hosts.py and test_recipes.py, with these flags or others of the same program."""
+    bench, count = load("recipes/bench.py"), 0
+    for command in COMMANDS:
+        program = re.search(r"recipes/(\w+\.\w+)", command)[1]
+        if program == "bench.py":
+            monkeypatch.setattr(sys, "argv", shlex.split(command.partition("recipes/")[2]))
+            assert bench.parse_args(), command
+            count += 1
+        elif program not in ("plain_ddp_cifar.py", "submit_job.sh"):
+            assert re.search(r"accelerate_configs/(\dgpu|nodes).yaml ", command), command
+    assert count >= 5
 
 
 def test_the_make_targets_named_exist():

@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import accelerate  # noqa: F401
 import torchvision  # noqa: F401
+from conftest import free_port
 from watched import train
 
 
@@ -50,9 +50,7 @@ def fork(run, rank, port, output):
 
 
 def execute(run):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryFile() as output:
         pids = {fork(run, rank, port, output): rank for rank in range(run["processes"])}
         codes, patience = {}, 120.0
