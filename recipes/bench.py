@@ -516,13 +516,14 @@ def main():
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console)
     task = progress.add_task("", total=len(arms) * args.rounds)
+    live = console.is_terminal and not console.is_dumb_terminal
     started, rounds = time.perf_counter(), 0
 
     def screen():
         return Group(table(arms), progress)
 
     try:
-        with Live(get_renderable=screen, console=console, transient=True) if console.is_terminal else nullcontext():
+        with Live(get_renderable=screen, console=console, transient=True) if live else nullcontext():
             while rounds < args.rounds:
                 for arm in arms:
                     text = f"round {rounds + 1}/{args.rounds}: {arm.recipe} on {arm.processes}"
@@ -530,7 +531,7 @@ def main():
                     if not arm.failure:
                         arm.run(args)
                     progress.advance(task)
-                    if not console.is_terminal:
+                    if not live:
                         end = "failed" if arm.failure else f"{arm.samples[-1]['images_per_second']:,.0f} images/s"
                         console.print(f"{text}: {end}", highlight=False)
                 rounds += 1

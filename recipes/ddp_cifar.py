@@ -39,7 +39,7 @@ from accelerate.utils import broadcast_object_list, gather_object, get_int_from_
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from torch import distributed, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -399,13 +399,15 @@ class Report:
         self.file.write(metrics)
         trained = [line for line in map(json.loads, metrics.splitlines()) if line["event"] == "train"]
         self.loss = trained[-1]["loss"] if trained else None
-        self.live = main and self.console.is_terminal
+        self.live = main and self.console.is_terminal and not self.console.is_dumb_terminal
         self.started, self.start, self.total_steps = time.perf_counter(), start, total_steps
         self.warm, self.images, self.seconds = False, 0, 0.0
         self.waited = self.data_seconds = 0.0
         self.first_step_at = None
-        columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn()
-        self.progress = Progress(*columns, console=self.console, disable=not self.live)
+        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+        columns = BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn(), text
+        options = {"expand": True, "disable": not self.live, "redirect_stderr": sys.stderr.isatty()}
+        self.progress = Progress(*columns, console=self.console, **options)
         self.task = self.progress.add_task("first steps", total=total_steps, completed=start)
         if not run["eval_only"]:
             settings = {name: value for name, value in run.items() if isinstance(value, int | float | str)}
@@ -421,9 +423,11 @@ class Report:
         self.table("run", run)
 
     def table(self, title, values):
-        """Show a dictionary: in a box on a terminal, as plain lines elsewhere."""
+        """Show a dictionary, without what is not set: in a box on a terminal, as plain lines elsewhere."""
         rows = []
         for name, value in values.items():
+            if value is None or value is False:
+                continue
             if isinstance(value, dict):
                 value = ", ".join(f"{key} {entry}" for key, entry in value.items())
             rows.append((name, f"{value:,.5g}" if isinstance(value, float) else str(value)))
@@ -448,8 +452,8 @@ class Report:
         metrics = {"epoch": epoch, "step": step, "loss": self.loss, "accuracy": correct / images}
         self.write("train", {**metrics, "learning_rate": learning_rate, "images_per_second": rate, **own})
         text = (
-            f"epoch {epoch} loss {self.loss:.3f} accuracy {correct / images:.1%} lr {learning_rate:.2g} "
-            f"images/s {'-' if rate is None else format(rate, ',.0f')}"
+            f"epoch {epoch} loss {self.loss:.3f} accuracy {correct / images:.1%} "
+            f"images/s {'-' if rate is None else format(rate, ',.0f')} lr {learning_rate:.2g}"
         ) + "".join(f" {name} {value:g}" for name, value in own.items())
         left = (time.perf_counter() - self.started) / (step - self.start) * (self.total_steps - step)
         self.progress.update(self.task, description=text)

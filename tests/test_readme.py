@@ -85,7 +85,7 @@ def test_every_launch_line_trains(tmp_path):
 
 
 def test_every_other_command_is_one_that_is_run_elsewhere(monkeypatch):
-    """By test_bench.py, test_slurm.py, test_hosts.py and test_recipes.py, with these flags or others of the same program."""
+    """By test_bench.py, test_slurm.py, test_hosts.py and test_recipes.py, with these flags or others."""
     bench, count = load("recipes/bench.py"), 0
     for command in COMMANDS:
         program = re.search(r"recipes/(\w+\.\w+)", command)[1]

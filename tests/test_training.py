@@ -1,6 +1,5 @@
 """The training step and the evaluation against independent references, and a run as a whole."""
 
-import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torchvision
 from conftest import (
+    ACCELERATE,
     CONFIGS,
     REAL_DATA,
     ROOT,
@@ -109,23 +109,30 @@ def test_a_pipe_gets_plain_lines_from_the_main_process_only(resnet_run):
         assert text.count(fact) == 1, text
 
 
+def on_a_terminal(command, **env):
+    """What a command writes to a terminal of its own, which script(1) gives it."""
+    line = " ".join(map(str, [*command, "--data synthetic --model simple_cnn --cpu --max-steps 4 --log-every 2"]))
+    return run(["script", "--quiet", "--return", "--command", line, "/dev/null"], **env).stdout
+
+
 def test_a_terminal_gets_a_panel_and_a_live_display(tmp_path):
-    command = [CONFIGS[2], ROOT / "recipes/ddp_cifar.py", "--data synthetic --model simple_cnn --cpu --max-steps 4"]
-    line = f"accelerate launch --config_file {' '.join(map(str, command))} --log-every 2 --output-dir {tmp_path}"
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    # script(1) gives the command a terminal of its own
-    process = run(
-        ["script", "--quiet", "--return", "--command", line, "/dev/null"],
-        PATH=path,
-        TERM="xterm-256color",
-        COLUMNS="100",
-    )
-    screen = process.stdout
+    launch = [ACCELERATE, "launch", "--config_file", CONFIGS[2], ROOT / "recipes/amp_cifar.py"]
+    screen = on_a_terminal([*launch, "--output-dir", tmp_path], TERM="xterm-256color", COLUMNS="80")
     assert screen.count("╭") == 2, "one panel before and one after, from the main process alone"
     assert "\x1b[?25l" in screen and "\x1b[?25h" in screen, "no live display, or the cursor was not given back"
-    assert "4/4" in screen
+    assert "\x1b[38;5;" in screen
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+    assert max(map(len, re.split(r"[\r\n]+", text))) == 80
+    assert re.search("4/4 .* images/s [0-9]+ ", text)
     assert text.index("global_batch_size") < text.index("first steps")
+
+
+def test_a_terminal_without_colours_or_without_a_cursor(tmp_path):
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", "--output-dir"]
+    screen = on_a_terminal([*command, tmp_path / "1"], NO_COLOR="1", TERM="xterm-256color", COLUMNS="80")
+    assert "╭" in screen and not re.search(r"\x1b\[[0-9;]*m", screen)
+    dumb = on_a_terminal([*command, tmp_path / "2"], TERM="dumb")
+    assert control_characters(dumb.replace("\r\n", "\n")) == [] and "step 4/4 epoch 1" in dumb
 
 
 def test_it_learns_synthetic_data(tmp_path):
