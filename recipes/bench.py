@@ -471,26 +471,36 @@ def write(arms, computed, args, rounds):
 
 # ----------------------------------------------------------------------------------------------------- arguments
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
+    summary, _, rest = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary, usage="\n" + rest.partition("\n\n")[0])
+
+    def add(group, name, help, **options):
+        default = "" if options.get("default") is None else " (default: %(default)s)"
+        group.add_argument(name, help=help + default, **options)
+
     counts = [n for n in (1, 2, 4, 8) if n <= (GPUS or CORES)]
-    add("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="names; in quotes, with own flags or variables")
-    add("--processes", nargs="+", type=int, choices=(1, 2, 4, 8), default=counts, help="processes, or GPUs")
-    add("--data", choices=("cifar10", "synthetic"), default="synthetic", help="synthetic needs no files, no network")
-    add("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
-    add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="what to train")
-    add("--stem", choices=("cifar", "imagenet"), default="imagenet", help="first layers of resnet50: 3x3, or stock 7x7")
-    add("--batch-size", type=int, default=128, help="samples per process")
-    add("--rounds", type=int, default=3, help="how often each arm is run")
-    add("--minutes", type=float, default=9.7, help="no further round begins where it would end after this")
-    add("--steps", type=int, default=100 if GPUS else 8, help="optimizer steps of a run")
-    add("--warmup-steps", type=int, default=20 if GPUS else 2, help="the first of them, which are not measured")
-    add("--timeout", type=float, default=900, help="seconds after which a run is given up")
-    add("--predict", type=float, metavar="GB/S", help="add what more devices should give on links of this bandwidth")
-    add("--overhead", choices=("ddp_cifar", "amp_cifar"), help="under accelerate launch: what data and DDP cost inside")
-    add("--output-dir", default="bench_results", help="for the result files")
+    arms = parser.add_argument_group("arms")
+    add(
+        arms, "--recipes", "names; in quotes, with own flags or variables", nargs="+", default=RECIPES, metavar="RECIPE"
+    )
+    add(arms, "--processes", "processes, or GPUs", nargs="+", type=int, choices=(1, 2, 4, 8), default=counts)
+    what = parser.add_argument_group("data and model")
+    add(what, "--data", "synthetic needs no files, no network", choices=("cifar10", "synthetic"), default="synthetic")
+    add(what, "--data-dir", "where CIFAR-10 is, or is downloaded to", default="data")
+    add(what, "--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
+    add(what, "--stem", "of resnet50: 3x3, or stock 7x7", choices=("cifar", "imagenet"), default="imagenet")
+    add(what, "--batch-size", "samples per process", type=int, default=128)
+    how = parser.add_argument_group("measuring")
+    add(how, "--rounds", "how often each arm is run", type=int, default=3)
+    add(how, "--minutes", "no further round begins where it would end after this", type=float, default=9.7)
+    add(how, "--steps", "optimizer steps of a run", type=int, default=100 if GPUS else 8)
+    add(how, "--warmup-steps", "the first of them, which are not measured", type=int, default=20 if GPUS else 2)
+    add(how, "--timeout", "seconds after which a run is given up", type=float, default=900)
+    add(how, "--output-dir", "for the result files", default="bench_results")
+    more = parser.add_argument_group("beyond the arms")
+    add(more, "--predict", "what more devices should give on links of this bandwidth", type=float, metavar="GB/S")
+    recipes = ("ddp_cifar", "amp_cifar")
+    add(more, "--overhead", "under accelerate launch: what data, Accelerate and DDP cost inside", choices=recipes)
     args = parser.parse_args()
     for recipe in args.recipes:
         if next((word for word in shlex.split(recipe) if not ASSIGNMENT.match(word)), None) not in RECIPES:
