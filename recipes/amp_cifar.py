@@ -698,7 +698,8 @@ def main():
 
     model = build_model(args).to(memory_format=torch.channels_last)
     if args.compile:  # in place: the names in its state dict stay
-        model.compile(mode="reduce-overhead")
+        # Not CUDA graphs where gradients accumulate: each replay would overwrite the gradients of the one before.
+        model.compile(mode="reduce-overhead" if window == 1 else "default")
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, total_steps))

@@ -182,6 +182,12 @@ def test_cancelled_it_saves_and_stays_away(slurm, tmp_path):
     assert job.show("Restarts") == "0"
 
 
+def test_the_processes_of_a_node_can_be_chosen(slurm, tmp_path):
+    options = "--ntasks-per-node=2", "--export=ALL,PROCESSES_PER_NODE=1"
+    job = Job(slurm, tmp_path / "job", *options, recipe="data_parallel_cifar", flags=["--max-steps", 1])
+    assert job.until_complete()["world_size"] == 1
+
+
 def test_a_job_that_fails_has_failed(slurm, tmp_path):
     job = Job(slurm, tmp_path / "job", "--ntasks-per-node=2", flags=["--batch-size", 0])
     job.until("FAILED", "COMPLETED")
