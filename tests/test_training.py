@@ -123,7 +123,7 @@ def test_a_terminal_gets_a_panel_and_a_live_display(tmp_path):
     assert "\x1b[38;5;" in screen
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
     assert max(map(len, re.split(r"[\r\n]+", text))) == 80
-    assert re.search("4/4 .* images/s [0-9]+ ", text)
+    assert re.search("4/4 .* images/s [0-9,]+ ", text)
     assert text.index("global_batch_size") < text.index("first steps")
 
 
