@@ -21,7 +21,7 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 bench: $(READY)  ## measure all recipes on this machine, under ten minutes; ARGS="--rounds 5" passes flags on
 	$(BIN)/python recipes/bench.py $(ARGS)
 
-results:  ## put the tables of bench_results/ into the README
+results:  ## make tables and curve of what is in bench_results/ and put them into the README
 	$(PYTHON) tests/results.py
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some

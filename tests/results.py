@@ -1,13 +1,98 @@
-"""Put the tables of the result files into the README: `make results`.
+"""Put what was measured into the README: `make results`.
 
-Between `<!-- FILE -->` and `<!-- end -->` stands the text of that file; after `<!-- FILE short -->` the same without
-the legend of its columns. test_readme.py holds the README to it.
+bench_results/epoch.md is the table of the summaries in bench_results/epoch/, one epoch of each recipe, several seeds;
+long.svg the learning curve of the run in bench_results/long/. In the README stands the text of FILE between
+`<!-- FILE -->` and `<!-- end -->`; after `<!-- FILE short -->` it stands there without the legend of its columns.
+test_readme.py holds README and files to what this makes of them.
 """
 
+import json
 import re
+import statistics
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench_results"
+
+
+def launch_line(summary):
+    """The command behind a summary, without the seed."""
+    line = f"accelerate launch --config_file accelerate_configs/{summary['world_size']}gpu.yaml "
+    line += f"recipes/{summary['recipe']}.py --stem {summary['stem']} --epochs {summary['epochs']}"
+    defaults = {"batch_size": 128, "microbatches": 8}
+    return line + "".join(
+        f" --{name.replace('_', '-')} {summary[name]}"
+        for name, default in defaults.items()
+        if summary.get(name, default) != default
+    )
+
+
+def when_and_with(summary):
+    day = datetime.fromtimestamp(summary["first_step_at"], UTC).date()
+    return ", ".join([*(f"{name} {version}" for name, version in summary["versions"].items()), str(day)])
+
+
+def epoch_table(directory):
+    """Return the table (Markdown) of the summaries in a directory: test accuracy by recipe, over the seeds."""
+    runs = {}
+    for path in sorted(directory.glob("*.json")):
+        summary = json.loads(path.read_text())
+        runs.setdefault(launch_line(summary), []).append(summary)
+    lines = [
+        "| recipe | seeds | mean | deviation | range | command, with `--seed` |",
+        "| --- | --- | ---: | ---: | ---: | --- |",
+    ]
+    for command, summaries in runs.items():
+        values = [100 * summary["test_accuracy"] for summary in summaries]
+        seeds = ", ".join(str(summary["seed"]) for summary in summaries)
+        name = f"{summaries[0]['recipe'].removesuffix('_cifar')}, {summaries[0]['precision']}"
+        figures = (
+            f"{statistics.mean(values):.1f}% | {statistics.stdev(values):.1f} | {min(values):.1f}-{max(values):.1f}"
+        )
+        lines.append(f"| {name} | {seeds} | {figures} | `{command}` |")
+    note = f"- {summary['steps']} steps of {summary['global_batch_size']} samples each; {when_and_with(summary)}."
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+def curve(directory):
+    """Return the learning curve (SVG) of a run's metrics.jsonl: accuracy in training and on the test set by epoch."""
+    summary = json.loads((directory / "summary.json").read_text())
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    left, top, width, height = 50, 60, 560, 280
+    epochs = round(summary["steps"] / summary["steps_per_epoch"])
+
+    def text(x, y, content, look=""):
+        return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{content}</text>'
+
+    def line(event, name, look):
+        points = [(line["step"] / summary["steps"], line[name]) for line in lines if line["event"] == event]
+        way = " L".join(f"{left + width * x:.1f} {top + height * (1 - y):.1f}" for x, y in points)
+        return f'<path d="M{way}" fill="none" {look}/>'
+
+    stem = {"imagenet": "stock", "cifar": "CIFAR"}[summary["stem"]]
+    title = f"{summary['recipe']}, ResNet-50 with the {stem} stem, {summary['precision']}"
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" width="680" height="390">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        text(10, 22, f"CIFAR-10, accuracy by epoch: {title}", 'font-weight="bold"'),
+        text(10, 40, f"{summary['device']}, {when_and_with(summary)}", 'fill="#555"'),
+    ]
+    for tenth in range(0, 11, 2):
+        y = top + height * (1 - tenth / 10)
+        parts.append(f'<path d="M{left} {y:.1f}H{left + width}" stroke="#ddd"/>')
+        parts.append(text(left - 8, y + 4, f"{10 * tenth}%", 'text-anchor="end"'))
+    for epoch in range(0, epochs + 1, max(1, epochs // 10)):
+        parts.append(text(left + width * epoch / epochs, top + height + 20, epoch, 'text-anchor="middle"'))
+    parts += [
+        line("train", "accuracy", 'stroke="#f58518"'),
+        line("evaluation", "test_accuracy", 'stroke="#4c78a8" stroke-width="2.5"'),
+        text(left + width - 130, top + height - 40, "training", 'fill="#f58518"'),
+        text(
+            left + width - 130, top + height - 20, f"test: {summary['test_accuracy']:.2%} at the end", 'fill="#4c78a8"'
+        ),
+    ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def filled(readme):
@@ -15,14 +100,17 @@ def filled(readme):
 
     def block(match):
         marker, file, short, end = match.groups()
-        table, command, notes = (ROOT / file).read_text().strip().split("\n\n")
+        content = (ROOT / file).read_text().strip()
         if short:
-            notes = "\n".join(notes.splitlines()[:2])
-        return "\n\n".join([f"{marker}\n{table}", command, f"{notes}\n{end}"])
+            table, command, notes = content.split("\n\n")
+            content = "\n\n".join([table, command, "\n".join(notes.splitlines()[:2])])
+        return f"{marker}\n{content}\n{end}"
 
     return re.sub(r"(<!-- (bench_results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)", block, readme, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
+    (RESULTS / "epoch.md").write_text(epoch_table(RESULTS / "epoch"))
+    (RESULTS / "long.svg").write_text(curve(RESULTS / "long"))
     path = ROOT / "README.md"
     path.write_text(filled(path.read_text()))
