@@ -498,8 +498,10 @@ class Report:
         self.first_step_at = None
         text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
         columns = BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn(), text
-        options = {"expand": True, "disable": not self.live, "redirect_stderr": sys.stderr.isatty()}
-        self.progress = Progress(*columns, console=self.console, **options)
+        # By itself it would show on the screen what goes to a redirected stderr.
+        self.progress = Progress(
+            *columns, console=self.console, expand=True, disable=not self.live, redirect_stderr=sys.stderr.isatty()
+        )
         self.task = self.progress.add_task("first steps", total=total_steps, completed=start)
         if not run["eval_only"]:
             settings = {name: value for name, value in run.items() if isinstance(value, int | float | str)}

@@ -70,8 +70,7 @@ def curve(directory):
         way = " L".join(f"{left + width * x:.1f} {top + height * (1 - y):.1f}" for x, y in points)
         return f'<path d="M{way}" fill="none" {look}/>'
 
-    stem = {"imagenet": "stock", "cifar": "CIFAR"}[summary["stem"]]
-    title = f"{summary['recipe']}, ResNet-50 with the {stem} stem, {summary['precision']}"
+    title = f"{summary['recipe']}, {summary['model']}, {summary['stem']} stem, {summary['precision']}"
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" width="680" height="390">',
         '<rect width="100%" height="100%" fill="white"/>',
