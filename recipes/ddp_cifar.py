@@ -375,9 +375,9 @@ class Run:
             self.start,
             None,
         )
-        self.rank_states = checkpoint["rank_states"] if checkpoint else []
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
-        self.totals, self.images, self.seconds, self.started, self.saved = 0, 0, 0.0, time.time(), time.time()
+        self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
+        self.started = self.saved = time.time()
         self.signals = SignalHandler(accelerator)
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
         self.file.write(self.metrics)
@@ -461,14 +461,13 @@ class Run:
         return {}
 
     def collect_state(self):
-        """Return the state dicts of all stages, on the main process, and what each process saves for itself."""
-        return [{name: thing.state_dict() for name, thing in self.state.items()}], None
+        """Return what the main process saves: state dicts by name, for each stage of a pipeline."""
+        return [{name: thing.state_dict() for name, thing in self.state.items()}]
 
     def save(self, step):
         """Write step-N.pt, which is there whole or not at all, then delete all but the newest `--keep`."""
-        states, rank_state = self.collect_state()
-        content = {"format": FORMAT, "config": self.config, "step": step, "states": states, "metrics": self.metrics}
-        content["rank_states"], problem = utils.gather_object([rank_state]), None
+        content, problem = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}, None
+        content["states"] = self.collect_state()
         # A learning rate that is a NumPy number could not be read again without running code.
         content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
         directory, name = Path(self.config["output_dir"]), f"step-{step:08}.pt"
