@@ -32,11 +32,11 @@ def build_model(args):
 
 
 def watch_batches(recipe, directory, when, what):
-    (name,) = (word for word in vars(recipe) if word.endswith("train_step"))
+    name = "pipeline_train_step" if "pipeline" in recipe.RECIPE else "train_step"
     step, count = getattr(recipe, name), itertools.count(1)
 
     def watched_step(*arguments):
-        images, labels = (argument for argument in arguments if torch.is_tensor(argument))
+        ((images, labels),) = (argument for argument in arguments if isinstance(argument, tuple | list))
         if next(count) == when:
             if what == "nan":
                 images.fill_(torch.nan)
