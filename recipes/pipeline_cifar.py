@@ -499,13 +499,7 @@ class Run:
         for misfit in filter(None, utils.gather_object([problem])):
             exit_with_error(f"argument --resume: {misfit}")
         self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
-        self.accelerator, self.state, self.step, self.logged, self.loss = (
-            accelerator,
-            state,
-            self.start,
-            self.start,
-            None,
-        )
+        self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
@@ -553,25 +547,25 @@ class Run:
         if epoch_ends and not save:  # on a fast machine saving takes as long as an epoch
             (save,) = utils.broadcast_object_list([time.time() - self.saved > 60])
         if save or epoch_ends or step % log_every == 0:
-            self.log(step, learning_rate)
+            self.log(learning_rate)
         if save:
             self.save(step)
         if stop:
             self.exit(128 + stop, f"stopped after step {step}, which is saved: continue with --resume auto")
 
-    def log(self, step, learning_rate):
+    def log(self, learning_rate):
         """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
-        finite = torch.nn.utils.get_total_norm(self.state["model"].parameters()).isfinite().float()
-        ranks = self.accelerator.gather(torch.cat((self.totals, finite[None]))[None]).tolist()  # waits for the device
+        norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
+        ranks = self.accelerator.gather(torch.cat((self.totals, norm[None]))[None]).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
-        if bad := [rank for rank, row in enumerate(ranks) if not (row[-1] and math.isfinite(sum(row)))]:
-            where = f"on rank {', '.join(map(str, bad))}, since a step between {self.logged + 1} and {step}"
+        if not math.isfinite(sum(map(sum, ranks))):
+            where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
             self.exit(1, f"error: loss or weights are not finite {where}, not saved: resume with a lower --lr")
         *sums, images, _ = map(sum, zip(*ranks, strict=True))
         if self.logged > self.start:
             self.images, self.seconds, rate = self.images + int(images), self.seconds + seconds, images / seconds
         values = means(self.names, [*sums, images])
-        self.totals, self.logged, self.loss = 0, step, values["loss"]
+        self.totals, self.logged = 0, self.step
         values |= {"learning_rate": learning_rate, "images_per_second": rate, **self.own_metrics()}
         self.write("train", values)
         self.interval_start = time.perf_counter()
@@ -637,8 +631,14 @@ class Run:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
         peaks, rate = utils.gather_object([peak]), self.images / self.seconds if self.images else None
-        results = {"train_loss": self.loss, **test, "images_per_second": rate, "measured_images": self.images}
-        results |= {"measured_seconds": self.seconds, "seconds": time.time() - self.started, **self.own_metrics()}
+        losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
+        results = {"train_loss": losses[-1] if losses else None, **test, "images_per_second": rate}
+        results |= {
+            "measured_images": self.images,
+            "measured_seconds": self.seconds,
+            "seconds": time.time() - self.started,
+            **self.own_metrics(),
+        }
         results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks}
         self.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")

@@ -1,46 +1,80 @@
-"""The blocks that the recipes share: functions and classes of one name are the text of ddp_cifar.py, byte for byte.
+"""The blocks that recipes share: what has one name at the top level is the text of ddp_cifar.py, byte for byte.
 
-`python tests/sync.py` (make sync) copies them from the reference into the other recipes; test_sync.py holds them to it.
-`main` is every recipe's own story. So are `load_data` and `build_model` in your copy, but not here.
+`python tests/sync.py` (make sync) copies them from the reference into the other recipes; test_sync.py compares them.
+`main` and RECIPE are each recipe's own. A block that was edited in a copy, not in the reference, is not overwritten.
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 REFERENCE = RECIPES / "ddp_cifar.py"
 
 
-def blocks(path):
-    """Return {name: (first line, line after the last)} of the top-level functions and classes, counted from 0."""
+def blocks(source):
+    """Return {name: text} of the top-level functions, classes and constants of a recipe, but for its own."""
+    found, lines = {}, source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name, first = node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        elif isinstance(node, ast.Assign):
+            name, first = ast.unparse(node.targets[0]), node.lineno
+        else:
+            continue
+        if name not in ("main", "RECIPE"):
+            found[name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def imports(source):
+    """Return {name: where it is imported from}."""
     found = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "main":
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found[node.name] = (first - 1, node.end_lineno)
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = (getattr(node, "module", None), alias.name)
     return found
 
 
 def shared(path):
     """Return [(name, text here, text in the reference)] of the blocks that a recipe shares with the reference."""
-    here, there = path.read_text().splitlines(), REFERENCE.read_text().splitlines()
-    reference = blocks(REFERENCE)
-    return [
-        (name, "\n".join(here[slice(*lines)]), "\n".join(there[slice(*reference[name])]))
-        for name, lines in blocks(path).items()
-        if name in reference
-    ]
+    reference = blocks(REFERENCE.read_text())
+    return [(name, text, reference[name]) for name, text in blocks(path.read_text()).items() if name in reference]
+
+
+def unmet(path):
+    """Return the names that a recipe's shared blocks use and that are imported, or defined, in the reference alone."""
+    there, here = REFERENCE.read_text(), path.read_text()
+    reference, own = {**imports(there), **blocks(there)}, {**imports(here), **blocks(here)}
+    used = {node.id for _, text, _ in shared(path) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    return sorted(name for name in used if name in reference and own.get(name) != reference[name])
 
 
 def others():
     return sorted(set(RECIPES.glob("*_cifar.py")) - {REFERENCE})
 
 
+def committed(path):
+    """Return a file's text in git's last commit; empty where there is none."""
+    command = ["git", "-C", path.parent, "show", f"HEAD:./{path.name}"]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
 if __name__ == "__main__":
+    stale = blocks(committed(REFERENCE))
     for recipe in others():
         text = recipe.read_text()
-        for _, mine, theirs in shared(recipe):
+        for name, mine, theirs in shared(recipe):
+            if mine not in (theirs, stale.get(name)):
+                sys.exit(
+                    f"{recipe.name}: {name} was edited here and not in {REFERENCE.name}. Make the change there, or "
+                    f"undo it here (git checkout), or give the block a name of its own; nothing more was copied."
+                )
             text = text.replace(mine, theirs)
         if text != recipe.read_text():
             recipe.write_text(text)
             print(f"updated {recipe.relative_to(RECIPES.parent)}")
+        for name in unmet(recipe):
+            print(f"{recipe.name}: {name} is missing, or another than the shared blocks need")
