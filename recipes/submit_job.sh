@@ -15,8 +15,10 @@
 
 #SBATCH --job-name=recipe
 #SBATCH --nodes=1
-# Whole nodes, with all their GPUs. `sbatch --oversubscribe --gpus-per-node=2 --cpus-per-task=16` takes a part of one.
+# Whole nodes: all their cores, GPUs and, by --mem=0, memory. A part of a node is taken by
+# `sbatch --oversubscribe --gpus-per-node=2 --cpus-per-task=16 --mem=64G`.
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --requeue
 # The warning, this many seconds before the time limit.
 #SBATCH --signal=USR1@120
@@ -28,10 +30,7 @@ set -u
 trap : TERM # of scancel, which the training gets, too: let it save and end first
 
 recipe=${1:-recipes/ddp_cifar.py}
-flags=(--output-dir "runs/slurm-$SLURM_JOB_ID" "${@:2}")
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    flags+=(--resume auto)
-fi
+flags=(--output-dir "runs/slurm-$SLURM_JOB_ID" "${@:2}") # there a requeued recipe finds its checkpoints by itself
 
 per_node=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
 total=$((per_node * SLURM_NNODES))
@@ -48,13 +47,13 @@ fi
 echo "job $SLURM_JOB_ID: $recipe ${flags[*]} on $SLURM_NNODES node(s) with $per_node process(es) each"
 
 # What runs on each node. Slurm signals every process of a step. The ranks save and leave; the launcher has to wait for
-# them, so it ignores the signal, which the ranks inherit until they are up: hence again and again. Exit code 138 means
-# that it was stopped, not that it failed.
+# them, so it ignores the signal (PET_SIGNALS_TO_HANDLE: instead of stopping them), which the ranks inherit until they are
+# up: hence again and again. Exit code 138 means that it was stopped, not that it failed.
 # shellcheck disable=SC2016
 on_node='
     warned=
     [ "$SLURM_NODEID" = 0 ] || exec >> "slurm-$SLURM_JOB_ID-node-$SLURM_NODEID.out" 2>&1
-    (trap "" USR1 TERM; exec accelerate launch --machine_rank "$SLURM_NODEID" "$@") &
+    (trap "" USR1 TERM; PET_SIGNALS_TO_HANDLE=SIGINT exec accelerate launch --machine_rank "$SLURM_NODEID" "$@") &
     trap warned=yes USR1 TERM
     wait $!
     code=$?
@@ -65,8 +64,10 @@ on_node='
     if [ "$warned" ] && [ "$code" != 0 ]; then code=138; fi
     exit $code
 '
-# Not --kill-on-bad-exit: where a node has died, Slurm needs time to see it and to requeue the job.
+# Not --kill-on-bad-exit: where a node has died, Slurm needs time to see it and to requeue the job. The GPUs are named
+# because a step doesn't get those that the job has by --exclusive alone.
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 \
+    ${SLURM_GPUS_ON_NODE:+--gpus-per-node="$SLURM_GPUS_ON_NODE"} \
     bash -c "$on_node" on_node "${launch[@]}" "$recipe" "${flags[@]}"
 code=$?
 

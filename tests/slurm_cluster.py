@@ -5,9 +5,11 @@ python tests/slurm_cluster.py DIRECTORY      # starts it, prints the variable th
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -15,7 +17,8 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
-NODES = ("n1", "n2")
+NODES = tuple(f"n{number}" for number in range(1, 9))
+GPU_NODES = ("g1", "g2")  # with two GPUs each: files of that name, which is all that Slurm looks at
 
 CONFIGURATION = """
 ClusterName=recipes
@@ -35,35 +38,68 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-# More cores than the machine has: nothing is bound to them.
+SelectTypeParameters=CR_Core_Memory
+DefMemPerNode=100
+# More cores and memory than the machine has: nothing is bound to them.
 SlurmdParameters=config_overrides
 SchedulerType=sched/builtin
-SchedulerParameters=defer_batch,batch_sched_delay=0,sched_interval=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SlurmdTimeout=5
+# A node is down when a test says so, not when this machine is busy.
+SlurmdTimeout=600
 SlurmctldTimeout=10
-KillWait=30
+KillWait=60
 ReturnToService=2
-NodeName=n[1-2] NodeAddr=127.0.0.1 NodeHostname={host} Port=[{node_ports}] CPUs=4 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
-PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
+# Not those of another cluster's jobs: submit_job.sh makes a port of it.
+FirstJobId={first_job}
+GresTypes=gpu
+NodeName=DEFAULT CPUs=4 RealMemory=1000
+{nodes}
+PartitionName=low Nodes={cpu_nodes} Default=YES PriorityTier=1 GraceTime=60
+PartitionName=high Nodes={cpu_nodes} PriorityTier=2 PreemptMode=OFF
+PartitionName=gpu Nodes={gpu_nodes}
 """
 
 
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 class Cluster:
-    def __init__(self, directory, first_port=17000):
+    """Its files are in the directory, its ports are free ones, and no other Slurm on this machine matters to it."""
+
+    def __init__(self, directory):
         self.directory, self.daemons = Path(directory), {}
         (self.directory / "state").mkdir(parents=True)
+        controller_port, *ports = free_ports(1 + len(NODES + GPU_NODES))
+        host = socket.gethostname().partition(".")[0]
+        nodes = [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}" + " Gres=gpu:2" * (node in GPU_NODES)
+            for node, port in zip(NODES + GPU_NODES, ports, strict=True)
+        ]
         configuration = CONFIGURATION.format(
             directory=self.directory,
-            host=socket.gethostname().partition(".")[0],
-            controller_port=first_port,
-            node_ports=f"{first_port + 1}-{first_port + 2}",
+            host=host,
+            controller_port=controller_port,
+            nodes="\n".join(nodes),
+            cpu_nodes=",".join(NODES),
+            gpu_nodes=",".join(GPU_NODES),
+            first_job=random.randrange(1, 19_000),
         )
         (self.directory / "slurm.conf").write_text(configuration)
-        self.environment = {**os.environ, "SLURM_CONF": str(self.directory / "slurm.conf")}
+        for gpu in (0, 1):
+            os.mknod(self.directory / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        gpus = f"NodeName={','.join(GPU_NODES)} Name=gpu AutoDetect=off File={self.directory}/gpu[0-1]\n"
+        (self.directory / "gres.conf").write_text(gpus)
+        # Without what a Slurm around this process has set.
+        outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        self.environment["SLURM_CONF"] = str(self.directory / "slurm.conf")
 
     def start(self):
         directory = self.directory
@@ -73,23 +109,18 @@ class Cluster:
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
         self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
         self.spawn("slurmctld", "slurmctld", "-D")
-        for node in NODES:
-            self.start_node(node)
-        self.wait_for_idle_nodes()
-
-    def wait_for_idle_nodes(self):
-        idle = f"{len(NODES)} idle\n"
-        self.wait(lambda: self.run("sinfo", "-h", "-p", "low", "-o", "%D %T") == idle, "idle nodes")
-
-    def start_node(self, node):
-        self.spawn(node, "slurmd", "-D", "-N", node)
+        for node in NODES + GPU_NODES:
+            self.spawn(node, "slurmd", "-D", "-N", node)
+        idle = {f"{node} idle" for node in NODES + GPU_NODES}
+        self.wait(lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle, "idle nodes")
 
     def spawn(self, name, *command):
         log = open(self.directory / f"{name}.out", "a")
         self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def kill_node(self, node):
-        """As a power failure does: the daemon, the step managers that it has started, and all that runs in them."""
+        """As a power failure does: the daemon, the step managers that it has started, and all that runs in them. The
+        controller would know after SlurmdTimeout; here it does after `miss_node`."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         steps = [pid for pid in pids if self.step_of(pid) == node]
         self.daemons.pop(node).kill()
@@ -97,14 +128,15 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def miss_node(self, node):
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
+
     def step_of(self, pid):
         """Return the node whose step this slurmstepd manages, or None: it was forked by that node's daemon."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n":
-                links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-                return next(
-                    (node for node in NODES if any(f"{self.directory}/{node}.log" in link for link in links)), None
-                )
+                links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+                return next((node for node in NODES if f"{self.directory}/{node}.log" in links), None)
         return None
 
     def stop(self):
@@ -123,10 +155,12 @@ class Cluster:
     def wait(self, condition, what, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline:
-                logs = "".join(path.read_text()[-2000:] for path in self.directory.glob("*.log"))
-                raise TimeoutError(f"no {what} after {seconds} s\n{logs}")
-            time.sleep(0.2)
+            ended = [name for name, daemon in list(self.daemons.items()) if daemon.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                outputs = [self.directory / "slurmctld.out", *(self.directory / f"{name}.out" for name in ended)]
+                logs = "\n".join(path.read_text()[-1000:] for path in outputs)
+                raise TimeoutError(f"no {what} in {seconds} s, or these have ended before: {ended}\n{logs}")
+            time.sleep(0.1)
 
 
 def descendants(pid):

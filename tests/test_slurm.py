@@ -1,9 +1,18 @@
-"""submit_job.sh on a real Slurm: two slurmd on this machine, real jobs, real signals, a node that dies."""
+"""submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that dies.
 
+The tests marked `at_once` run side by side, each on nodes of its own: their jobs wait more than they compute.
+"""
+
+import contextlib
+import inspect
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +27,17 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of a Slurm on one machine need root"),
 ]
 STEPS = 40
-TWO_ON_ONE, TWO_NODES = ("--ntasks-per-node=2", "--nodes=1"), ("--nodes=2",)
+TWO_ON_ONE, TWO_NODES = ("--ntasks-per-node=2",), ("--nodes=2",)
+PART_OF_A_NODE = ("--oversubscribe", "--mem=100")
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     cluster.environment["PATH"] = f"{ACCELERATE.parent}:{os.environ['PATH']}"
+    cluster.environment["OMP_WAIT_POLICY"] = "passive"  # more threads than cores
+    (cluster.directory / "sitecustomize.py").write_text("import gc\ngc.set_threshold(100_000)\n")  # to import faster
+    cluster.environment["PYTHONPATH"] = str(cluster.directory)
     try:
         cluster.start()
         yield cluster
@@ -33,17 +46,39 @@ def slurm(tmp_path_factory):
         cluster.stop()
 
 
-class Job:
-    """A training submitted in a directory of its own, which looks like this repository."""
+def at_once(story):
+    def test(outcomes):
+        outcomes[story].result()
 
-    def __init__(self, cluster, directory, *options, recipe="ddp_cifar", flags=()):
+    test.story = story
+    return test
+
+
+@pytest.fixture(scope="module")
+def outcomes(slurm, request, tmp_path_factory):
+    """The futures of those `at_once` tests that were selected, the longest first."""
+    stories = [item.function.story for item in request.session.items if hasattr(item.function, "story")]
+    with ThreadPoolExecutor(3) as pool:
+        futures = {}
+        for story in stories:
+            names = list(inspect.signature(story).parameters)[1:]
+            fixtures = [request.getfixturevalue(name) for name in names]
+            futures[story] = pool.submit(story, tmp_path_factory.mktemp("story"), *fixtures)
+        yield futures
+        pool.shutdown(cancel_futures=True)
+
+
+class Job:
+    """A job submitted in a directory of its own, which looks like this repository. The recipe is a path or code."""
+
+    def __init__(self, cluster, directory, *options, recipe, flags=()):
         self.cluster, self.directory = cluster, directory
-        directory.mkdir()
+        if not recipe.endswith(".py"):
+            (directory / "recipe.py").write_text(recipe)
+            recipe = "recipe.py"
         for name in ("recipes", "accelerate_configs"):
             (directory / name).symlink_to(ROOT / name)
-        defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--batch-size", 32, "--log-every", 1]
-        defaults += ["--max-steps", STEPS, "--checkpoint-every", 10, *flags]
-        command = ["sbatch", "--parsable", *options, "recipes/submit_job.sh", f"recipes/{recipe}.py", *defaults]
+        command = ["sbatch", "--parsable", *options, "recipes/submit_job.sh", recipe, *flags]
         self.id = cluster.run(*command, cwd=directory).strip()
         assert self.id.isdigit(), self.id
         self.results = directory / f"runs/slurm-{self.id}"
@@ -52,147 +87,209 @@ class Job:
         fields = self.cluster.run("scontrol", "show", "job", self.id).split()
         return next(field.partition("=")[2] for field in fields if field.startswith(f"{name}="))
 
+    def nodes(self):
+        return self.cluster.run("scontrol", "show", "hostnames", self.show("NodeList")).split()
+
     def log(self):
         path = self.directory / f"slurm-{self.id}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, condition, what, seconds=90):
+    def wait(self, condition, what, seconds=180):
         try:
             self.cluster.wait(condition, what, seconds)
-        except TimeoutError:
+        except TimeoutError as error:
             raise TimeoutError(
-                f"no {what}; {self.show('JobState')} {self.show('Reason')}\n{self.log()[-4000:]}"
+                f"{error}\n{self.show('JobState')} {self.show('Reason')}\n{self.log()[-4000:]}"
             ) from None
 
     def until(self, *states):
         self.wait(lambda: self.show("JobState") in states, " or ".join(states))
 
-    def until_step(self, step):
-        self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
-
-    def until_back_in_the_queue(self, restarts=1, delay=3):
-        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have sooner."""
-        self.until("PENDING")
-        assert self.show("Restarts") == str(restarts)
-        self.cluster.run("scontrol", "update", f"jobid={self.id}", f"StartTime=now+{delay}")
-
     def until_complete(self):
         self.until("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         assert self.show("JobState") == "COMPLETED", self.log()
+
+
+class Training(Job):
+    def __init__(self, cluster, directory, *options, flags=()):
+        defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--batch-size", 32, "--log-every", 1]
+        defaults += ["--max-steps", STEPS, "--checkpoint-every", 10, "--keep", 4]
+        super().__init__(cluster, directory, *options, recipe="recipes/ddp_cifar.py", flags=[*defaults, *flags])
+
+    def until_step(self, step):
+        self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
+
+    def until_launched(self):
+        """Until the ranks are there: they have everything to import yet."""
+        self.wait(lambda: len(self.processes()) >= 3, "ranks")
+
+    def until_back_in_the_queue(self, restarts):
+        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have sooner."""
+        self.until("PENDING")
+        assert self.show("Restarts") == str(restarts)
+        assert self.processes() == []
+        self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3")
+
+    def steps(self):
+        """The steps that each start of this job has logged."""
+        starts = self.log().split(f"job {self.id}: recipes/")[1:]
+        return [[int(step) for step in re.findall(r"^step (\d+)/", start, re.MULTILINE)] for start in starts]
+
+    def checkpoints(self):
+        return sorted(int(path.stem[5:]) for path in self.results.glob("step-*.pt"))
+
+    def summary(self):
         return json.loads((self.results / "summary.json").read_text())
 
     def weights(self):
         return load_file(self.results / "model.safetensors")
 
+    def ended_like(self, other):
+        self.until_complete()
+        other.until_complete()
+        theirs = other.weights()
+        return all(torch.equal(value, theirs[name]) for name, value in self.weights().items())
+
     def processes(self):
         """The launchers and ranks of this job."""
-        found = subprocess.run(["pgrep", "-f", f"output-dir runs/slurm-{self.id} "], capture_output=True, text=True)
-        return found.stdout.split()
-
-
-def equal(job, other):
-    theirs = other.weights()
-    return all(torch.equal(value, theirs[name]) for name, value in job.weights().items())
+        pattern = f"^[^ ]*python.* runs/slurm-{self.id} "
+        return subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
 
 
 @pytest.fixture(scope="module")
 def two_nodes(slurm, tmp_path_factory):
-    job = Job(slurm, tmp_path_factory.mktemp("jobs") / "two", *TWO_NODES)
-    job.until_complete()
-    return job
+    """Nothing happens to this one, but for the other on its first node."""
+    return Training(slurm, tmp_path_factory.mktemp("two"), *PART_OF_A_NODE, *TWO_NODES, "--nodelist=n[1-2]")
 
 
 @pytest.fixture(scope="module")
 def one_node(slurm, tmp_path_factory):
-    """Two jobs of two processes side by side on one node."""
-    options = "--oversubscribe", *TWO_ON_ONE, "--nodelist=n1"
-    jobs = [Job(slurm, tmp_path_factory.mktemp("jobs") / "one", *options) for _ in range(2)]
-    jobs[0].until_step(1)
-    assert [job.show("JobState") for job in jobs] == ["RUNNING", "RUNNING"]
-    for job in jobs:
-        assert job.until_complete()["world_size"] == 2
-    return jobs
+    return Training(slurm, tmp_path_factory.mktemp("one"), *PART_OF_A_NODE, *TWO_ON_ONE, "--nodelist=n1")
 
 
-def test_two_nodes_train_like_one(two_nodes, one_node):
-    summary = two_nodes.until_complete()
-    assert (summary["world_size"], summary["steps"]) == (2, STEPS)
-    theirs = one_node[0].weights()
+@at_once
+def test_preempted_and_then_bereft_of_a_node_it_ends_like_the_undisturbed(directory, slurm, two_nodes):
+    job = Training(slurm, directory, *TWO_NODES)
+    job.until_step(5)
+    first = f"--nodelist={job.nodes()[0]}"
+    urgent = slurm.run("sbatch", "--parsable", "--partition=high", first, "--exclusive", "--wrap=true", cwd=directory)
+    job.until_back_in_the_queue(restarts=1)
+    assert "which is saved" in job.log()
+    job.until_step(25)
+    assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", urgent.strip()), "it had to go first"
+    second = job.nodes()[1]
+    slurm.kill_node(second)
+    job.wait(lambda: job.processes() == [], "end of the processes on the other node")
+    assert job.show("JobState") == "RUNNING", "Slurm has not missed the node yet"
+    slurm.miss_node(second)
+    job.until_back_in_the_queue(restarts=2)
+    assert job.ended_like(two_nodes)
+    first, second, third = job.steps()
+    assert second[0] == first[-1] + 1 >= 6 and third[0] in (21, 31)
+
+
+@at_once
+def test_it_goes_on_from_its_own_newest_checkpoint_or_else_from_the_one_named(directory, slurm, one_node):
+    """Killed before it has saved anything; then warned twice in mid-run."""
+    path = one_node.results / "step-00000010.pt"
+    one_node.wait(path.exists, path)
+    job = Training(slurm, directory, *TWO_ON_ONE, flags=["--resume", path])
+    job.until_launched()
+    slurm.run("scontrol", "requeue", job.id)
+    for process in job.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    job.until_back_in_the_queue(restarts=1)
+    assert job.checkpoints() == []
+    saved = [10]
+    for restarts in (2, 3):
+        job.until_step(saved[-1] + 2)
+        slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
+        job.until_back_in_the_queue(restarts)
+        saved.append(job.checkpoints()[-1])
+        assert job.log().count("which is saved") == restarts - 1
+    assert job.ended_like(one_node)
+    assert [steps[0] for steps in job.steps()[1:]] == [step + 1 for step in saved]
+    assert job.summary()["resumed_from"] == saved[-1]
+
+
+@at_once
+def test_cancelled_while_it_starts_it_saves_and_stays_away(directory, slurm):
+    job = Training(slurm, directory, *TWO_NODES, flags=["--max-steps", 10_000])
+    job.until_launched()
+    slurm.run("scancel", job.id)
+    job.until("CANCELLED")
+    job.wait(lambda: not job.processes(), "end of its processes")
+    assert job.checkpoints() and "back into the queue" not in job.log()
+    assert job.show("Restarts") == "0"
+
+
+@at_once
+def test_a_job_that_fails_has_failed(directory, slurm):
+    job = Job(slurm, directory, *TWO_ON_ONE, recipe="import sys; sys.exit('it is broken')")
+    job.until("FAILED", "COMPLETED")
+    assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")
+    assert "it is broken" in job.log()
+
+
+def on_gpu_node(slurm, directory, *options):
+    """What the ranks of such a job see, and the memory that it has."""
+    variables = 'get("RANK", "0"), "of", get("WORLD_SIZE", "1"), get("CUDA_VISIBLE_DEVICES", "none")'
+    recipe = f"import os; get = os.environ.get; print(' '.join(['rank', {variables}]))"
+    job = Job(slurm, directory, "--partition=gpu", *options, recipe=recipe)
+    job.until_complete()
+    memory = re.search(r"mem=(\w+)", job.show("TRES"))
+    return sorted(re.findall("^rank .*", job.log(), re.MULTILINE)), memory[1]
+
+
+@at_once
+def test_a_job_has_whole_nodes_with_a_process_per_gpu(directory, slurm):
+    seen = on_gpu_node(slurm, directory)
+    assert seen == (["rank 0 of 2 0,1", "rank 1 of 2 0,1"], "1000M")
+
+
+@at_once
+def test_the_processes_of_a_node_can_be_chosen(directory, slurm):
+    seen = on_gpu_node(slurm, directory, "--export=ALL,PROCESSES_PER_NODE=1")
+    assert seen == (["rank 0 of 1 0,1"], "1000M")
+
+
+@at_once
+def test_a_job_can_take_a_part_of_a_node(directory, slurm):
+    seen = on_gpu_node(slurm, directory, *PART_OF_A_NODE, "--gpus-per-node=1", "--nodes=2")
+    assert seen == (["rank 0 of 2 0"], "200M")
+
+
+@at_once
+def test_another_slurm_on_this_machine_is_no_matter(directory, slurm):
+    with mock.patch.dict(os.environ, SLURM_CONF="/nowhere", SLURM_JOB_ID="1", SLURM_PARTITION="none"):
+        cluster = Cluster(directory / "slurm")
+    try:
+        cluster.start()
+        assert cluster.run("srun", "--nodes=1", "echo", "works") == "works\n"
+    finally:
+        cluster.stop()
+
+
+def test_two_jobs_side_by_side_on_two_nodes_and_on_one_train_the_same(slurm, two_nodes, one_node):
+    for job in (two_nodes, one_node):
+        job.until_complete()
+        assert (job.summary()["world_size"], job.summary()["steps"]) == (2, STEPS)
+        assert job.show("BatchHost") == "n1"
+    started, ended = zip(*[(job.show("StartTime"), job.show("EndTime")) for job in (two_nodes, one_node)], strict=True)
+    assert max(started) < min(ended)
+    theirs = one_node.weights()
     for name, value in two_nodes.weights().items():
         assert (value - theirs[name]).abs().max() < 1e-6
 
 
-def test_two_jobs_side_by_side_train_the_same(one_node):
-    assert equal(*one_node)
-
-
 def test_one_readable_log_and_the_other_nodes_apart(two_nodes):
+    two_nodes.until_complete()
     log = two_nodes.log()
     assert log.startswith(f"job {two_nodes.id}: recipes/ddp_cifar.py ")
     assert log.count(f"\nstep {STEPS}/{STEPS} ") == 1
     other = (two_nodes.directory / f"slurm-{two_nodes.id}-node-1.out").read_text()
     assert "step " not in other
-
-
-def test_warned_twice_in_mid_run_it_goes_back_and_ends_like_the_undisturbed(slurm, two_nodes, tmp_path):
-    job = Job(slurm, tmp_path / "job", *TWO_NODES)
-    for restarts, step in ((1, 5), (2, 20)):
-        job.until_step(step)
-        slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
-        job.until_back_in_the_queue(restarts)
-        assert job.log().count("which is saved") == restarts and job.processes() == []
-    assert job.until_complete()["resumed_from"] >= 20
-    assert equal(job, two_nodes)
-
-
-def test_preempted_it_goes_back_and_ends_like_the_undisturbed(slurm, one_node, tmp_path):
-    job = Job(slurm, tmp_path / "job", *TWO_ON_ONE, "--nodelist=n1")
-    job.until_step(5)
-    urgent = slurm.run(
-        "sbatch", "--parsable", "--partition=high", "--nodelist=n1", "--exclusive", "--wrap=true", cwd=tmp_path
-    )
-    job.until_back_in_the_queue()
-    assert "which is saved" in job.log()
-    job.until_step(STEPS)
-    state = slurm.run("scontrol", "show", "job", urgent.strip())
-    assert "JobState=COMPLETED" in state, "it had to go first"
-    assert job.until_complete()["resumed_from"] >= 5
-    assert equal(job, one_node[0])
-
-
-def test_a_node_that_dies_sends_the_job_back(slurm, two_nodes, tmp_path):
-    job = Job(slurm, tmp_path / "job", *TWO_NODES)
-    job.until_step(15)
-    slurm.kill_node("n2")
-    job.until("PENDING")
-    slurm.start_node("n2")
-    slurm.wait_for_idle_nodes()
-    job.until_back_in_the_queue(delay=10)
-    assert job.until_complete()["resumed_from"] >= 10
-    assert equal(job, two_nodes)
-
-
-def test_cancelled_it_saves_and_stays_away(slurm, tmp_path):
-    job = Job(slurm, tmp_path / "job", *TWO_NODES, flags=["--max-steps", 10_000])
-    job.until_step(3)
-    slurm.run("scancel", job.id)
-    job.until("CANCELLED")
-    job.wait(lambda: not job.processes(), "end of its processes")
-    assert list(job.results.glob("step-*.pt")) and "back into the queue" not in job.log()
-    assert job.show("Restarts") == "0"
-
-
-def test_the_processes_of_a_node_can_be_chosen(slurm, tmp_path):
-    options = "--ntasks-per-node=2", "--export=ALL,PROCESSES_PER_NODE=1"
-    job = Job(slurm, tmp_path / "job", *options, recipe="data_parallel_cifar", flags=["--max-steps", 1])
-    assert job.until_complete()["world_size"] == 1
-
-
-def test_a_job_that_fails_has_failed(slurm, tmp_path):
-    job = Job(slurm, tmp_path / "job", "--ntasks-per-node=2", flags=["--batch-size", 0])
-    job.until("FAILED", "COMPLETED")
-    assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")
-    assert "ddp_cifar: error: argument --batch-size" in job.log()
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
