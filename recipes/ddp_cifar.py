@@ -23,6 +23,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import time
 import zipfile
@@ -32,6 +33,7 @@ from pathlib import Path
 
 import accelerate
 import numpy
+import psutil
 import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, skip_first_batches, utils
@@ -166,7 +168,10 @@ def main():
     if args.compile:  # in place: the names in its state dict stay
         # Not CUDA graphs where gradients accumulate: each replay would overwrite the gradients of the one before.
         model.compile(mode="reduce-overhead" if accumulation_steps == 1 else "default")
-    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    # Not fused in fp16: GradScaler calls a fused optimizer in any case, and a skipped step would go unseen.
+    options["fused"] = accelerator.device.type == "cuda" and accelerator.scaler is None
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -567,7 +572,7 @@ def parse_args(**own_flags):
             except (BlockingIOError, PermissionError):
                 owner = os.read(lock, 99).decode().strip()
                 exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
-            os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".ljust(99).encode())
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
     except OSError as error:
         exit_with_error(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another")
     checkpoints = list(Path(args.output_dir).glob(PATTERN))
@@ -582,22 +587,50 @@ def parse_args(**own_flags):
 
 
 def make_accelerator(args, mixed_precision, *handlers):
-    """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work."""
+    """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
+    where the launcher was told something that this recipe does not do."""
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
-    gpus, processes = torch.cuda.device_count(), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+    rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+    gpus, cuda = torch.cuda.device_count(), torch.version.cuda
+    if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        exit_with_error("this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without")
     if gpus and not torch.cuda.is_available():
-        exit_with_error(
-            f"the GPU driver is too old for CUDA {torch.version.cuda}: update it, or torch for an older CUDA"
-        )
+        exit_with_error(f"the GPU driver is too old for CUDA {cuda}: update it, or install a torch for an older CUDA")
     if 0 < gpus < processes:
         exit_with_error(
-            f"{processes} processes but {gpus} GPU(s): launch with --num_processes {gpus}, or train with --cpu"
+            f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or train with --cpu"
         )
-    if not gpus:  # share the cores: the launcher would leave each process one thread
+    if gpus:
+        capability = torch.cuda.get_device_capability(rank)
+        kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in torch.cuda.get_arch_list()]
+        if not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
+            exit_with_error(
+                f"torch for CUDA {cuda} has no kernels for this GPU, sm_{capability[0]}{capability[1]}: "
+                "install a torch for an older CUDA (a newer one for a new GPU), as pytorch.org/get-started shows"
+            )
+        torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
+    else:  # share the cores: the launcher would leave each process one thread
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // processes))
     args.log_every = args.log_every or (50 if gpus else 10)
+    ours = {
+        "MIXED_PRECISION": mixed_precision,
+        "GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)),
+    }
+    plugins = [f"USE_{name}" for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")]
+    for name in (*ours, "DYNAMO_BACKEND", *plugins):
+        told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
+        if told not in ("no", "false", ours.get(name)):
+            exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
+    if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
+        family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own = probe.getsockname()[0]
+        interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
     timeout = timedelta(hours=2)  # for whoever waits for the main process's download
     if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
         # The launcher's store still has the addresses of the processes that died: keep the new ones from dialling them.
