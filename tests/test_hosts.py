@@ -36,7 +36,7 @@ def test_two_hosts_train_like_one(tmp_path):
     printed = [host.communicate(timeout=300)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
     assert [code for code, _ in codes] == [[0, 0]] * len(RECIPES), codes
-    assert printed[0].count("step 4/4") == len(RECIPES) and "step" not in printed[1]
+    assert printed[0].count("step 4/4 epoch 1 loss") == len(RECIPES) and "step" not in printed[1]
     for recipe in RECIPES:
         ours, theirs = (outputs(host / f"runs/{recipe}") for host in (tmp_path / "host0", tmp_path))
         assert ours["summary"]["world_size"] == theirs["summary"]["world_size"] == 2

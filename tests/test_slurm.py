@@ -287,7 +287,7 @@ def test_one_readable_log_and_the_other_nodes_apart(two_nodes):
     two_nodes.until_complete()
     log = two_nodes.log()
     assert log.startswith(f"job {two_nodes.id}: recipes/ddp_cifar.py ")
-    assert log.count(f"\nstep {STEPS}/{STEPS} ") == 1
+    assert log.count(f"\nstep {STEPS}/{STEPS} epoch 1 loss") == 1
     other = (two_nodes.directory / f"slurm-{two_nodes.id}-node-1.out").read_text()
     assert "step " not in other
 
