@@ -1,10 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """The "before": ResNet-50 on CIFAR-10 with several processes, as tutorials write it in bare torch.distributed.
 
     python recipes/plain_ddp_cifar.py --world_size 4
 
-Read it beside ddp_cifar.py: this is the yardstick for its speed and its accuracy, so it keeps what tutorials do:
-per-sample transforms in worker processes, stock ResNet-50 in fp32, a constant learning rate that knows nothing of the
-number of processes, a loss that is read back in every step and printed for one rank only.
+Read it beside ddp_cifar.py: this is the baseline for its speed and its accuracy, so it keeps what tutorials do:
+per-sample transforms in worker processes, unchanged ResNet-50 in fp32, a constant learning rate that knows nothing of
+the number of processes, a loss that is read back in every step and printed for one rank only. It shares the cores
+among its processes, as torchrun and the recipes do. Most tutorials forget this with `mp.spawn`: try `--threads`.
 """
 
 import argparse
@@ -77,8 +79,17 @@ def make_model(args):
     return model
 
 
+class EndlessSampler(DistributedSampler):
+    """One epoch that never ends: a short one would have the start of the workers measured over and over."""
+
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
 def train(rank, args, port):
     started = time.perf_counter()
+    torch.set_num_threads(args.threads)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     cuda = torch.cuda.is_available() and not args.cpu
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=args.world_size)
@@ -88,21 +99,21 @@ def train(rank, args, port):
 
     torch.manual_seed(args.seed)
     train_set, test_set = make_datasets(args)
-    sampler = DistributedSampler(train_set, args.world_size, rank)
+    sampler = (EndlessSampler if args.measure else DistributedSampler)(train_set, args.world_size, rank)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, num_workers=args.workers, pin_memory=cuda)
     model = make_model(args).to(device)
     model = DistributedDataParallel(model, device_ids=[rank] if cuda else None)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 
-    step = measured_images = measured_seconds = waited = 0
+    step = measured_images = measured_seconds = 0
+    done, warmed_up_at, test_accuracy = False, None, None
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         model.train()
         epoch_start = clock = time.perf_counter()
         running_loss = correct = total = 0
         for index, (images, labels) in enumerate(loader):
-            loaded = time.perf_counter()
             images, labels = images.to(device), labels.to(device)
             optimizer.zero_grad()
             outputs = model(images)
@@ -114,12 +125,16 @@ def train(rank, args, port):
             correct += (outputs.argmax(1) == labels).sum().item()
             total += len(labels)
             step += 1
-            if step == 1:
-                first_step_at = time.time()
+            if step == args.warmup_steps:
+                warmed_up_at = time.time()
             if step > args.warmup_steps:
                 measured_images += len(labels) * args.world_size
                 measured_seconds += time.perf_counter() - clock
-                waited += loaded - clock
+            done = step == args.max_steps
+            if args.measure and step % args.warmup_steps == 0:
+                measured = torch.tensor([step, measured_seconds], device=device)
+                dist.broadcast(measured, 0)
+                done = all(value >= least for value, least in zip(measured.tolist(), args.measure, strict=True))
             clock = time.perf_counter()
             if rank == 0 and index % 10 == 9:
                 print(
@@ -127,14 +142,14 @@ def train(rank, args, port):
                     f"accuracy {correct / total:.1%}",
                     flush=True,
                 )
-            if step == args.max_steps:
+            if done:
                 break
         if rank == 0:
             print(f"epoch {epoch + 1} took {time.perf_counter() - epoch_start:.1f} s", flush=True)
-        if step == args.max_steps:
+        if done:
             break
 
-    if rank == 0:
+    if rank == 0 and not args.measure:
         model.eval()
         hits = 0
         with torch.no_grad():
@@ -142,7 +157,10 @@ def train(rank, args, port):
                 hits += (model.module(images.to(device)).argmax(1) == labels.to(device)).sum().item()
         test_accuracy = hits / len(test_set)
         print(f"test accuracy {test_accuracy:.2%} of {len(test_set):,} samples")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if cuda else peak, device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)  # the others wait here for the first one's test
+    if rank == 0:
         summary = {
             "recipe": "plain_ddp_cifar",
             "model": args.model,
@@ -155,12 +173,14 @@ def train(rank, args, port):
             "epochs": args.epochs,
             "steps": step,
             "seed": args.seed,
+            "threads": args.threads,
             "train_loss": running_loss / (index + 1),
             "test_accuracy": test_accuracy,
             "images_per_second": measured_images / measured_seconds if measured_images else None,
-            "data_wait_share": waited / measured_seconds if measured_images else None,
-            "first_step_at": first_step_at,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else peak,
+            "measured_images": measured_images,
+            "measured_seconds": measured_seconds,
+            "warmed_up_at": warmed_up_at,
+            "peak_memory_bytes": peak.item(),
             "seconds": time.perf_counter() - started,
             "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__},
         }
@@ -180,16 +200,26 @@ def main():
     parser.add_argument("--data", choices=("cifar10", "synthetic"), default="cifar10", help="what to train on")
     parser.add_argument("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
     parser.add_argument("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="what to train")
-    parser.add_argument("--stem", choices=("cifar", "imagenet"), default="imagenet", help="imagenet is the stock one")
+    parser.add_argument("--stem", choices=("cifar", "imagenet"), default="imagenet", help="imagenet is torchvision's")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the training set")
     parser.add_argument("--max-steps", type=int, help="stop after this many optimizer steps")
     parser.add_argument("--warmup-steps", type=int, default=10, help="steps that the images/s leave out")
     parser.add_argument("--batch-size", type=int, default=128, help="samples per process")
     parser.add_argument("--workers", type=int, default=2, help="DataLoader workers per process; tutorials often use 8")
+    parser.add_argument("--threads", type=int, help="per process; None: the cores, shared among them")
+    parser.add_argument(
+        "--measure",
+        nargs=2,
+        metavar=("STEPS", "SECONDS"),
+        type=float,
+        help="for bench.py: an epoch of at least so many steps and measured seconds, and no test",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     parser.add_argument("--output-dir", default="runs/plain_ddp_cifar", help="for summary.json")
     parser.add_argument("--cpu", action="store_true", help="leave the GPUs alone")
     args = parser.parse_args()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    args.threads = args.threads or max(1, cores // args.world_size)
     if args.data == "cifar10":
         torchvision.datasets.CIFAR10(args.data_dir, download=True)
     with socket.socket() as probe:

@@ -1,109 +1,310 @@
-"""bench.py: the arms really run, the figures are those of the samples, failures are seen, the arithmetic is right."""
+"""bench.py: the recipes really run, results outlive failures and Ctrl-C, the arithmetic is right."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from statistics import median
+from itertools import islice
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT, launch, load, run, wait_until
+import torch
+from conftest import ROOT, forked, load, wait_until
+from torch.utils.flop_counter import FlopCounterMode
 
-BENCH = [sys.executable, ROOT / "recipes/bench.py", "--model", "simple_cnn", "--batch-size", 32]
-bench = load("recipes/bench.py")
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """A small bench, one of whose recipes must fail: there is no fp16 without a GPU."""
-    directory = tmp_path_factory.mktemp("bench")
-    recipes = ["plain_ddp_cifar", "ddp_cifar --lr 0.01", "amp_cifar --precision fp16", "pipeline_cifar"]
-    flags = ["--rounds", 1, "--processes", 1, 2, "--steps", 4, "--warmup-steps", 1, "--predict", 10]
-    process = run([*BENCH, "--recipes", *recipes, *flags, "--output-dir", directory], check=False, COLUMNS="80")
-    (path,) = directory.glob("*.json")
-    return process, path, json.loads(path.read_text())
+SMALL = ["--model", "simple_cnn", "--batch-size", "8", "--warmup-steps", "1", "--steps", "4"]
+bench, plain = load("recipes/bench.py"), load("recipes/plain_ddp_cifar.py")
 
 
-@pytest.mark.skipif(bench.GPUS > 0, reason="the failing arm fails on CPU only")
-def test_every_arm_is_measured_in_every_round_and_a_failed_one_fails_the_whole(result):
-    process, _, content = result
-    assert process.returncode == 1
-    outcomes = {(arm["recipe"], arm["processes"]): (len(arm["samples"]), arm["failure"]) for arm in content["arms"]}
-    failures = {arm: failure for arm, (_, failure) in outcomes.items() if failure}
-    assert set(failures) == {("amp_cifar --precision fp16", n) for n in (1, 2)}
-    for failure in failures.values():
-        assert "fp16 needs a GPU" in failure and failure in process.stderr
-    measured = {arm: samples for arm, (samples, failure) in outcomes.items() if not failure}
-    expected = [("plain_ddp_cifar", 1), ("plain_ddp_cifar", 2), ("pipeline_cifar", 2)]
-    assert measured == dict.fromkeys([*expected, *(("ddp_cifar --lr 0.01", n) for n in (1, 2))], 1)
-    shown = [line for line in process.stdout.splitlines() if line.startswith("round 1/1: ")]
-    assert len(shown) == 7 and sum(line.endswith(": failed") for line in shown) == 2
+def measured(recipe, processes, *rates):
+    made = bench.Configuration(recipe, processes)
+    made.samples = [{"images_per_second": rate, "peak_memory_bytes": 2**30, "start_seconds": 7} for rate in rates]
+    return made
 
 
-def test_medians_over_the_rounds_and_ratios_within_them():
-    def arm(recipe, processes, *rates):
-        made = bench.Arm(recipe, processes)
-        others = {"peak_memory_bytes": 1, "data_wait_share": 0, "seconds_to_first_step": 1}
-        made.samples = [{"images_per_second": rate, **others} for rate in rates]
-        return made
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    """bench.main with runs that last no time: `outcomes` has a list for each recipe, of rates, failures or errors to
+    raise. Returns the exit status and what was written."""
 
-    # The machine slows down fivefold: each round's ratio is what counts.
-    arms = [arm("plain_ddp_cifar", 2, 100, 50, 20), arm("ddp_cifar", 1, 100, 60, 30), arm("ddp_cifar", 2, 300, 100, 50)]
-    got = arms[2].results(arms)
-    assert (got["images_per_second"], got["least"], got["most"], got["ratio"]) == (100, 50, 300, 2.5)
-    assert got["efficiency"] == pytest.approx(5 / 3 / (2 if bench.GPUS else 1))
-    assert arms[0].results(arms)["efficiency"] is None
+    def call(outcomes, *flags):
+        def run(self, args):
+            if not self.outcome():
+                what = outcomes[self.recipe][len(self.samples)]
+                if isinstance(what, BaseException):
+                    raise what
+                self.failure = what if isinstance(what, str) else None
+                self.samples += measured(self.recipe, 1, what).samples if not self.failure else []
 
+        monkeypatch.setattr(bench.Configuration, "run", run)
+        monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+        monkeypatch.setenv("COLUMNS", "80")
+        command = ["bench.py", "--recipes", *outcomes, "--processes", "1", "--output-dir", tmp_path, *flags]
+        monkeypatch.setattr(sys, "argv", list(map(str, command)))
+        with pytest.raises(SystemExit) as exit:
+            bench.main()
+        paths = {path.suffix: path for path in tmp_path.iterdir()}
+        return exit.value.code, json.loads(paths[".json"].read_text()) if paths else None, paths
 
-def test_the_figures_are_those_of_the_samples(result):
-    _, _, content = result
-    arms = {(arm["recipe"].split()[0], arm["processes"]): arm for arm in content["arms"]}
-    rates = {
-        key: [sample["images_per_second"] for sample in arm["samples"]]
-        for key, arm in arms.items()
-        if not arm["failure"]
-    }
-    for (name, processes), values in rates.items():
-        arm = arms[name, processes]
-        assert (arm["least"], arm["images_per_second"], arm["most"]) == (min(values), median(values), max(values))
-        ratios = [a / b for a, b in zip(values, rates["plain_ddp_cifar", processes], strict=True)]
-        assert arm["ratio"] == pytest.approx(median(ratios))
-        assert 0 < arm["data_wait_share"] < 1
-        assert 1 < arm["seconds_to_first_step"] < 120
-        assert 2**26 < arm["peak_memory_bytes"] < 2**36
-    assert arms["pipeline_cifar", 2]["efficiency"] is None
-    scaling = [two / one for one, two in zip(rates["ddp_cifar", 1], rates["ddp_cifar", 2], strict=True)]
-    assert arms["ddp_cifar", 2]["efficiency"] == pytest.approx(median(scaling))
+    return call
 
 
-def test_the_prediction_is_marked_and_near_the_measurement(result):
-    _, path, content = result
-    (computed,) = (entry for entry in content["computed"] if entry["recipe"].startswith("ddp"))
-    (measured,) = (
-        a for a in content["arms"] if a["recipe"].startswith("ddp") and a["processes"] == computed["processes"]
+def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
+    """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would train for an hour."""
+    recipes = ["plain_ddp_cifar --nonsense", "plain_ddp_cifar --measure 4 0", "ddp_cifar"]
+    command = [sys.executable, ROOT / "recipes/bench.py", *SMALL, "--recipes", *recipes, "--processes", 2]
+    process = subprocess.Popen(
+        list(map(str, [*command, "--seconds", 3600, "--output-dir", tmp_path / "out"])),
+        env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "80"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert computed["processes"] == 2
-    assert 0.4 < computed["images_per_second"] / measured["images_per_second"] < 2.5  # a step of 10 ms: noise
-    assert "| ddp --lr 0.01 | 2 | " in path.with_suffix(".md").read_text()
-    assert path.with_suffix(".md").read_text().count("| computed |") == len(content["computed"]) == 2
+
+    def ranks():
+        found = subprocess.run(["pgrep", "-f", f"run 4 3600.0 ddp_cifar .*{tmp_path}"], capture_output=True, text=True)
+        return found.stdout.split()
+
+    def trains():
+        assert process.poll() is None, process.communicate()
+        return any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("tmp*/metrics.jsonl"))
+
+    wait_until(trains, 300)
+    assert len(ranks()) == 3  # the launcher and its two processes
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+    wait_until(lambda: not ranks(), 15)  # they have sessions of their own and follow their launcher
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md", ".svg"}
+
+    (path,) = (tmp_path / "out").glob("*.json")
+    failing, baseline, endless = json.loads(path.read_text())["configurations"]
+    (sample,) = baseline["samples"]
+    assert sample["measured_images"] == (4 - 1) * 8 * 2
+    rate = sample["measured_images"] / sample["measured_seconds"]
+    assert sample["images_per_second"] == baseline["images_per_second"] == pytest.approx(rate)
+    assert 1 < sample["start_seconds"] < 300 and 2**26 < sample["peak_memory_bytes"] < 2**36
+    assert failing["samples"] == endless["samples"] == [] and endless["failure"] is None
+    assert "unrecognized arguments: --nonsense" in failing["failure"] and failing["failure"] in errors
+    assert "No whole round, then interrupted" in output
+    assert "plain_ddp --measure" in output.partition("recipe ")[2]
 
 
-def test_table_and_picture_show_every_arm(result):
-    process, path, content = result
-    table = [line.split() for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
-    assert len(table) == 2 + 7 + 2
-    assert sum("failed" in cells for cells in table) == 2
-    texts = [node.text for node in ElementTree.parse(path.with_suffix(".svg")).iter() if node.tag.endswith("text")]
-    for arm in content["arms"]:
-        label = f"{arm['recipe'].replace('_cifar', '')}, {arm['processes']}"
-        assert (label in texts) == (not arm["failure"])
-    assert sum(text.endswith("(computed)") for text in texts) == 2
-    shown = process.stdout.partition("recipe ")[2].partition("; torch")[0].rpartition("\n")[0]
-    assert "plain_ddp" in shown and "failed" in shown
+def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
+    # The machine slows down fivefold: each round's ratio is what counts.
+    baseline, one, two = (
+        measured("plain_ddp_cifar", 2, 100, 50, 20),
+        measured("ddp_cifar", 1, 100, 60, 30),
+        measured("ddp_cifar", 2, 300, 100, 50),
+    )
+    empty = bench.Configuration("plain_ddp_cifar", 1)  # interrupted before its first run
+    for gpus, efficiency, each in ((0, 5 / 3, 100 / bench.CORES), (2, 5 / 6, 50)):
+        monkeypatch.setattr(bench, "GPUS", gpus)
+        got = two.results([empty, baseline, one, two])
+        assert (got["images_per_second"], got["least"], got["most"], got["ratio"]) == (100, 50, 300, 2.5)
+        assert got["efficiency"] == pytest.approx(efficiency) and got["per_device"] == pytest.approx(each)
+    assert baseline.results([empty, baseline])["efficiency"] is one.results([empty, one])["ratio"] is None
+    baseline.failure = "in a later round"
+    assert two.results([baseline, two])["ratio"] is None and baseline.results([baseline]) == {}
+
+
+def test_table_and_picture_show_every_configuration(main, capsys):
+    outcomes = {"plain_ddp_cifar": [100, 200], "ddp_cifar --lr 1": [150, 100], "amp_cifar": ["exit code 7"]}
+    code, content, paths = main(outcomes, "--rounds", 2, "--predict", 10)
+    assert code == 1
+    computed = [entry["recipe"] for entry in content["computed"]]
+    assert set(computed) == ({"plain_ddp", "ddp --lr 1"} if bench.CORES > 1 else set())
+    table = [line for line in paths[".md"].read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[:5] for line in table[2:5]] == [
+        ["| plain_ddp", "1", "150", "100-200", "1.00"],
+        ["| ddp --lr 1", "1", "125", "100-150", "1.00"],
+        ["| amp", "1", "failed", "", ""],
+    ]
+    assert sum("| computed |" in line for line in table) == len(table) - 5 == len(computed)
+    texts = [node.text for node in ElementTree.parse(paths[".svg"]).iter() if node.tag.endswith("text")]
+    assert "plain_ddp, 1" in texts and "ddp --lr 1, 1" in texts and "amp, 1" not in texts
+    assert sum(text.endswith("(computed)") for text in texts) == len(computed)
+    output, errors = capsys.readouterr()
+    assert "bench: amp_cifar on 1 failed: exit code 7" in errors
+    assert output.count("round 2/2: ") == 3 and "round 1/2: ddp_cifar --lr 1 on 1: 150 images/s" in output
+    shown = output.partition("recipe ")[2].partition("; torch")[0].rpartition("\n")[0]
     assert max(map(len, shown.splitlines())) <= 80
-    assert "warm-up and left out" in process.stdout
+
+
+def test_a_crash_loses_nothing(main, tmp_path):
+    with pytest.raises(OSError, match="disk"):
+        main({"ddp_cifar": [100, 200], "amp_cifar": [300, OSError("disk full")]})
+    (path,) = tmp_path.iterdir()
+    rates = [[x["images_per_second"] for x in one["samples"]] for one in json.loads(path.read_text())["configurations"]]
+    assert rates == [[100, 200], [300]]
+
+
+def test_no_round_begins_that_would_not_end_in_time(main):
+    code, content, _ = main({"ddp_cifar": [100, 200]}, "--minutes", 1e-9)
+    assert code == 0 and len(content["configurations"][0]["samples"]) == 1
+
+
+def test_an_interrupt_of_the_first_run_writes_no_figures(main):
+    code, _, paths = main({"ddp_cifar": [KeyboardInterrupt()]})
+    assert (code, paths) == (130, {})
+
+
+def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "GPUS", 1)
+    answer = SimpleNamespace(returncode=1, stderr="Traceback:\nRuntimeError: The NVIDIA driver is too old\n", stdout="")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: answer)
+    code, _, paths = main({"ddp_cifar": [100] * 3})
+    assert code == "bench: 1 GPU(s), but RuntimeError: The NVIDIA driver is too old" and paths == {}
+
+
+@pytest.mark.parametrize(
+    "script, failure, unavailable",
+    [
+        ("echo amp_cifar: error: Tesla T4 has no bf16, choose --precision fp16; exit 2", None, "Tesla T4 has no bf16"),
+        (
+            "echo amp_cifar: error: fp16 needs a GPU, on CPU choose bf16; echo Traceback; exit 2",
+            None,
+            "fp16 needs a GPU",
+        ),
+        ("echo amp_cifar: error: broken; echo Traceback; exit 2", "exit code 2\namp_cifar: error: broken", None),
+        ("echo words; exit 3", "exit code 3\nwords", None),
+        ("sleep 60", "exit code none after 0.5 s\n", None),
+    ],
+)
+def test_how_a_run_may_end(script, failure, unavailable, monkeypatch):
+    one = bench.Configuration("amp_cifar", 1)
+    monkeypatch.setattr(bench.Configuration, "command", lambda *_: ["sh", "-c", script])
+    one.run(SimpleNamespace(timeout=0.5))
+    assert one.failure == failure and one.outcome() == ("failed" if failure else "n/a")
+    assert one.unavailable is None or unavailable in one.unavailable
+    one.run(None)  # not again
+
+
+def test_the_recipes_still_say_so_where_hardware_is_missing():
+    errors = re.findall(r"exit_with_error\((.*)\)", (ROOT / "recipes/amp_cifar.py").read_text())
+    assert len([error for error in errors if bench.UNAVAILABLE.search(error)]) == 2
+
+
+def test_on_gpus_the_defaults_keep_them_busy(monkeypatch):
+    monkeypatch.setattr(bench, "GPUS", 8)
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    args = bench.parse_args()
+    assert (args.stem, args.batch_size, args.processes, args.seconds) == ("cifar", 512, [1, 8], 10)
+    assert {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"} < set(args.recipes)
+    commands = {name: " ".join(bench.Configuration(name, 8).command(args, "out")) for name in args.recipes}
+    assert not any("--cpu" in command for command in commands.values())
+    assert commands["data_parallel_cifar"].endswith("--batch-size 4096 --gpus 0,1,2,3,4,5,6,7")
+    assert "/1gpu.yaml " in commands["data_parallel_cifar"]
+    assert "/8gpu.yaml " in commands["pipeline_cifar"] and commands["pipeline_cifar"].endswith("--batch-size 1024")
+    assert " run 40 10 ddp_cifar --log-every 20 " in commands["ddp_cifar --compile"]
+    assert commands["ddp_cifar --compile"].endswith(" --compile")
+    assert " --world_size 8 --warmup-steps 20 --measure 40 10 " in commands["plain_ddp_cifar"]
+
+
+def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process(tmp_path, monkeypatch):
+    flags = [
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--batch-size",
+        16,
+        "--cpu",
+        "--log-every",
+        2,
+        "--epochs",
+        1,
+    ]
+    runs = [
+        {"processes": 1, "flags": ["run", 6, 0, "data_parallel_cifar", *flags]},
+        {"processes": 2, "flags": ["run", 4, 0.5, "pipeline_cifar", *flags]},
+        {"processes": 2, "flags": ["--overhead", "ddp_cifar", *SMALL, "--rounds", 1]},
+        {"processes": 1, "flags": ["--overhead", "amp_cifar", *SMALL, "--rounds", 1]},
+    ]
+    for index, described in enumerate(runs):
+        described |= {"script": ROOT / "recipes/bench.py", "directory": tmp_path / str(index)}
+        described["flags"] = list(map(str, described["flags"]))
+        described["directory"].mkdir()
+    answers = forked(runs, tmp_path)
+    for codes, output in answers:
+        assert set(codes) == {0}, output
+    for index, name, least in ((0, "data_parallel_cifar", 0), (1, "pipeline_cifar", 0.5)):
+        directory = tmp_path / str(index) / "runs" / name
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((directory / "summary.json").read_text())
+        steps = [line["step"] for line in lines if line["event"] == "train"]
+        assert steps == list(range(2, steps[-1] + 1, 2)) and {line["epoch"] for line in lines} == {1}
+        assert [line["event"] for line in lines] == ["train"] * len(steps) + ["evaluation"]
+        assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
+        assert summary["steps_per_epoch"] >= 10**6  # in which one has to take the same images again and again
+        assert summary["measured_images"] == (steps[-1] - 2) * summary["global_batch_size"]
+        assert summary["measured_seconds"] >= least and steps[-1] >= 4
+        assert steps[-1] == 6 or least
+    one = bench.Configuration("data_parallel_cifar", 1)  # its files are what Configuration.run reads
+    monkeypatch.setattr(
+        one, "command", lambda args, output_dir: ["cp", "-r", f"{tmp_path}/0/runs/{one.name}/.", output_dir]
+    )
+    one.run(SimpleNamespace(timeout=60))
+    (sample,), directory = one.samples, tmp_path / "0/runs/data_parallel_cifar"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert sample["images_per_second"] == pytest.approx(4 * 16 / summary["measured_seconds"])
+    assert sample["peak_memory_bytes"] == summary["peak_memory_bytes"] and -60 < sample["start_seconds"] < 0
+    for (_, output), words in zip(answers[2:], ("2 processes", "1 processes"), strict=True):
+        assert words in output
+        for loop in ("full", "cached", "bare", "alone", "convolutions"):
+            assert f"  {loop:12} " in output, output
+        for meaning in ("fed one cached batch", "bare torch", "with DDP / without", "/ of the convolutions alone"):
+            assert meaning in output
+    assert list((tmp_path / "2").iterdir()) == []
+
+
+def test_the_convolutions_alone_are_those_of_the_model():
+    with torch.device("meta"):  # nothing is computed
+        model = bench.load("ddp_cifar").build_model(SimpleNamespace(model="resnet50", stem="imagenet"))
+        images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+
+    def flops(function):
+        with FlopCounterMode(display=False) as counter:
+            function()
+        counts = counter.get_flop_counts()["Global"]
+        return {str(name): count for name, count in counts.items() if "convolution" in str(name)}
+
+    expected = flops(lambda: model(images).sum().backward())
+    assert flops(bench.convolutions(model, images, torch.float32)) == expected
+    assert len(expected) == 2 and 0.49e9 < sum(expected.values()) / 2 < 0.51e9  # for an image
+
+
+def test_the_baseline_shares_the_cores_and_its_measured_epoch_does_not_end(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plain.mp, "spawn", lambda train, args, nprocs: seen.append(args[0]))
+    common = ["plain_ddp_cifar.py", "--data", "synthetic", "--model", "simple_cnn", "--cpu"]
+    for flags in (["--world_size", "2"], ["--world_size", "999"], ["--world_size", "2", "--threads", "5"]):
+        monkeypatch.setattr(sys, "argv", [*common, *flags])
+        plain.main()
+    assert [args.threads for args in seen] == [max(1, bench.CORES // 2), 1, 5]
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(plain.mp, "spawn", lambda train, args, nprocs: train(0, *args))
+    flags = ["--world_size", "1", "--workers", "0", "--batch-size", "8", "--warmup-steps", "2", "--threads", "3"]
+    monkeypatch.setattr(sys, "argv", [*common, *flags, "--measure", "5", "0.2", "--output-dir", str(tmp_path)])
+    try:
+        plain.main()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["test_accuracy"] is None and summary["measured_seconds"] >= 0.2
+    assert summary["steps"] >= 6 and summary["steps"] % 2 == 0
+    assert summary["measured_images"] == 8 * (summary["steps"] - 2)
+
+    sampler = iter(plain.EndlessSampler(range(10), 2, 0))
+    passes = [set(islice(sampler, 5)) for _ in range(3)]
+    assert passes[0] == passes[1] == passes[2] and len(passes[0]) == 5
 
 
 @pytest.mark.parametrize(
@@ -126,53 +327,16 @@ def test_a_gradient_of_one_bucket_hides_nothing():
     assert bench.predicted_rate(1000, 100, 2, 10 * 2**20, 100 * 2**20) == pytest.approx(200 / (0.1 + 0.1))
 
 
-def test_the_loops_inside_one_process(tmp_path):
-    flags = ["--overhead", "ddp_cifar", "--model", "simple_cnn", "--batch-size", 32, "--rounds", 2, "--steps", 2]
-    output = launch(2, ROOT / "recipes/bench.py", *flags, "--warmup-steps", 1, cwd=tmp_path).stdout
-    assert "2 processes" in output
-    for words in ("full", "cached", "bare", "alone", "fed one cached batch", "bare torch", "with DDP / without"):
-        assert output.count(words) >= 1, output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_hangs_is_given_up(tmp_path):
-    flags = ["--recipes", "ddp_cifar", "--processes", 2, "--timeout", 1, "--output-dir", tmp_path]
-    process = run([*BENCH, *flags], check=False)
-    assert process.returncode == 1
-    assert "ddp_cifar on 2 failed: exit code none after 1.0 s" in process.stderr
-
-
-def test_an_interrupt_leaves_nothing_running(tmp_path):
-    command = [*BENCH, "--recipes", "ddp_cifar", "--processes", 2, "--steps", 10**6, "--output-dir", tmp_path / "out"]
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        text=True,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-
-    def ranks():
-        found = subprocess.run(["pgrep", "-f", f"ddp_cifar.py .*{tmp_path}"], capture_output=True, text=True)
-        return found.stdout.split()
-
-    wait_until(lambda: len(ranks()) == 3)  # the launcher and its two processes
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1 and errors == "bench: interrupted, nothing written\n"
-    wait_until(lambda: not ranks(), 15)  # they have sessions of their own and follow their launcher
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
         (["--recipes", "ddp"], "is none of plain_ddp_cifar"),
-        (["--steps", 2, "--warmup-steps", 2], "--steps at one more than the warm-up"),
-        (["--predict", 0], "give the bandwidth of a link"),
+        (["--steps", "2", "--warmup-steps", "2"], "--steps at one more than the warm-up"),
+        (["--predict", "0"], "give the bandwidth of a link"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(flags, words, tmp_path):
-    process = run([*BENCH, *flags], cwd=tmp_path, check=False)
-    assert process.returncode == 2 and words in process.stderr.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
+def test_what_cannot_be_measured_is_refused(flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    with pytest.raises(SystemExit) as exit:
+        bench.main()
+    assert exit.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
