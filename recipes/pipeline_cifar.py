@@ -401,7 +401,7 @@ def load_weights(accelerator, model, args):
         if not fits or (misfits and args.epochs == 0):
             exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
         model.load_state_dict(fits, strict=False)
-        accelerator.print(f"weights of {args.weights}; what does not fit: {misfits or 'nothing'}")
+        accelerator.print(f"weights of {args.weights}" + f", without what does not fit: {misfits}" * bool(misfits))
     return model
 
 

@@ -1,0 +1,409 @@
+"""Recipes copied into projects of another shape: only what stands above the line "machinery" is replaced.
+
+What the README promises for CIFAR-10 holds there, too, or is an error at the start."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, forked, outputs
+from safetensors.torch import load_file
+
+IMAGES = '''
+from torchvision import transforms
+
+
+def load_data(args, accelerator):
+    """A folder of JPEG files by class, cropped at random in two worker processes."""
+    with accelerator.main_process_first():
+        if not os.path.isdir("images"):
+            for index in range(48):
+                path = Path("images.tmp", f"class{index % 3}", f"{index}.jpg")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                image = torch.randint(256, (3, 40, 48), generator=torch.Generator().manual_seed(index))
+                torchvision.io.write_jpeg(image.byte(), str(path))
+            os.rename("images.tmp", "images")
+    crop = [transforms.RandomResizedCrop(32), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    train_set = torchvision.datasets.ImageFolder("images", transforms.Compose(crop))
+    test_set = torchvision.datasets.ImageFolder("images", transforms.Compose([transforms.Resize((32, 32)), crop[-1]]))
+    options = {"batch_size": args.batch_size, "num_workers": 2}
+    loader = DataLoader(train_set, shuffle=True, drop_last=True, persistent_workers=True, **options)
+    return loader, DataLoader(torch.utils.data.Subset(test_set, range(0, 45)), **options)
+
+
+def build_model(args):
+    return torchvision.models.resnet18(num_classes=3)
+'''
+
+TOKENS = """
+class Sequences(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        tokens = torch.randint(1, 20, (3 + index % 6,), generator=torch.Generator().manual_seed(index))
+        return tokens if torch.rand(()) < 0.5 else tokens.flip(0)
+
+
+def collate(sequences):
+    tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    targets = torch.where(tokens == 0, -100, tokens).roll(-1, 1)
+    targets[:, -1] = -100
+    return {"tokens": tokens, "targets": targets}
+
+
+def load_data(args, accelerator):
+    loaders = (
+        DataLoader(Sequences(), args.batch_size, shuffle=shuffle, collate_fn=collate, num_workers=2)
+        for shuffle in (True, False)
+    )
+    return tuple(loaders)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, tokens):
+        return {"logits": self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0))}
+
+
+def build_model(args):
+    return Model()
+
+
+def compute_loss(model, batch):
+    logits, targets = model(batch["tokens"])["logits"].transpose(1, 2), batch["targets"]
+    counted = (targets != -100).sum(1)
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none").sum(1) / counted
+    return {"loss": losses, "weight": counted}
+
+
+def lr_lambda(step, total_steps):
+    return min((step + 1) / 3, 0.5 * (1 + math.cos(math.pi * step / total_steps)))
+"""
+
+REGRESSION = """
+def load_data(args, accelerator):
+    inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
+    dataset = torch.utils.data.TensorDataset(inputs, torch.stack((inputs.sum(1), inputs.prod(1)), dim=1))
+    return DataLoader(dataset, args.batch_size, shuffle=True), DataLoader(dataset, args.batch_size)
+
+
+def build_model(args):
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 2))
+
+
+def compute_loss(model, batch):
+    inputs, targets = batch
+    outputs = model(inputs)
+    first, second = F.mse_loss(outputs, targets, reduction="none").unbind(1)
+    return {"loss": first + 0.5 * second, "first": first, "second": second}
+"""
+
+PROJECTS = {"images": IMAGES, "tokens": TOKENS, "regression": REGRESSION}
+SGD = "torch.optim.SGD(model.parameters(), lr=peak_lr, **options)"
+CASES = [
+    *[(project, "ddp_cifar", processes) for project in PROJECTS for processes in (1, 2)],
+    *[(project, "amp_cifar", 2) for project in PROJECTS],
+    ("regression", "pipeline_cifar", 2),
+    ("regression", "data_parallel_cifar", 1),
+]
+
+
+def copy(recipe, project, path, *replacements):
+    """Write a copy of the recipe with a project's functions behind its own."""
+    source, end = (ROOT / f"recipes/{recipe}.py").read_text(), '\nif __name__ == "__main__":'
+    for old, new in replacements:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    assert source.count(end) == 1
+    path.write_text(source.replace(end, f"{project}\n{end}"))
+    return path
+
+
+def described(project, recipe, processes, directory):
+    """The uninterrupted run, and one that resumes in the middle of its second epoch."""
+    name = f"{project}-{recipe}-{processes}"
+    tokens = project == "tokens"
+    script = copy(
+        recipe,
+        PROJECTS[project],
+        directory / f"{name}.py",
+        *([(SGD, "torch.optim.AdamW(model.parameters(), lr=numpy.float64(1e-3))")] if tokens else []),
+    )
+    batch = 8 if recipe == "pipeline_cifar" else 8 // processes
+    flags = ["--cpu", "--epochs", 2, "--batch-size", batch, "--log-every", 1]
+    flags += ["--microbatches", 2] if recipe == "pipeline_cifar" else []
+    whole = [*flags, "--checkpoint-every", 3, "--keep", 9, "--output-dir", f"{name}-whole"]
+    resumed = [*flags, "--output-dir", f"{name}-resumed", "--resume", f"{name}-whole/step-00000009.pt"]
+    common = {"processes": processes, "script": str(script), "directory": directory}
+    return [{**common, "flags": whole}, {**common, "flags": resumed}]
+
+
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("projects")
+    runs = [one for case in CASES for one in described(*case, directory)]
+    answers = iter(forked([{**one, "flags": list(map(str, one["flags"]))} for one in runs], directory))
+    return directory, {case: [next(answers), next(answers)] for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_resumed_in_mid_epoch_it_is_the_uninterrupted_run(projects, case):
+    directory, answers = projects
+    for codes, output in answers[case]:
+        assert set(codes) == {0}, output
+    name = "-".join(map(str, case))
+    whole, resumed = (outputs(directory / f"{name}-{which}") for which in ("whole", "resumed"))
+    assert resumed["summary"]["resumed_from"] == 9 and whole["summary"]["steps"] == 12
+    weights, expected = load_file(resumed["weights"]), load_file(whole["weights"])
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    metrics = {key for key in whole["train"][0] if key not in ("time", "images_per_second")}
+    for mine, theirs in zip(resumed["train"], whole["train"], strict=True):
+        assert {key: mine[key] for key in metrics} == {key: theirs[key] for key in metrics}
+    assert whole["summary"]["samples"] == (45 if case[0] == "images" else 48)
+    assert whole["train"][0]["loss"] != whole["train"][-1]["loss"]
+
+
+def test_the_means_over_tokens_are_those_of_all_tokens(projects):
+    """One process's evaluation against a loop over single sequences."""
+    directory, _ = projects
+    summary = outputs(directory / "tokens-ddp_cifar-2-whole")["summary"]
+    space = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "Dataset": torch.utils.data.Dataset}
+    exec(TOKENS, space)
+    model = space["build_model"](None)
+    model.load_state_dict(load_file(directory / "tokens-ddp_cifar-2-whole/model.safetensors"))
+    model.eval()
+    total = count = 0
+    for index in range(48):
+        from_seeds = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, 20, (3 + index % 6,), generator=from_seeds)
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(model(order[None])["logits"][0, :-1], order[1:], reduction="sum")
+                for order in (tokens, tokens.flip(0))
+            ]
+        total, count = total + torch.stack(losses), count + len(tokens) - 1
+    # Half of the sequences are flipped at random: the mean lies between those of none and all, and not far off.
+    low, high = sorted((total / count).tolist())
+    assert low - 0.05 < summary["test_loss"] < high + 0.05
+
+
+PIXELS = '''
+class Noisy(Dataset):
+    """Every generator that a transform may draw from; the label is the sample's index."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), numpy.random.rand(), random.random()]), index
+
+
+def load_data(args, accelerator):
+    loader = DataLoader(Noisy(), args.batch_size, shuffle=True, num_workers=WORKERS, persistent_workers=WORKERS > 0)
+    return loader, DataLoader(Noisy(), args.batch_size)
+
+
+def build_model(args):
+    return nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 40))
+
+
+forward = nn.Dropout.forward
+
+
+def record(*what):
+    with open(f"{sys.argv[-1]}.{os.environ.get('RANK', 0)}", "a") as file:
+        print(*what, file=file)
+
+
+def dropped(self, x):
+    y = forward(self, x)
+    if self.training:
+        record("mask", (y == 0).int().tolist())
+    return y
+
+
+nn.Dropout.forward = dropped
+original = compute_loss
+
+
+def compute_loss(model, batch):
+    if model.training:
+        for values, index in zip(batch[0].tolist(), batch[1].tolist()):
+            record("sample", index, values)
+    return original(model, batch)
+'''
+
+
+def test_random_transforms_depend_on_seed_epoch_and_sample_alone(tmp_path):
+    """With and without workers, on 1, 2 and 4 processes; and dropout's masks differ between ranks."""
+    runs, layouts = [], [(1, 0, 0), (2, 2, 0), (4, 0, 0), (1, 2, 1)]
+    for processes, workers, seed in layouts:
+        path = tmp_path / f"{processes}-{workers}-{seed}.py"
+        copy("ddp_cifar", PIXELS.replace("WORKERS", str(workers)), path)
+        flags = [
+            "--cpu",
+            "--epochs",
+            2,
+            "--batch-size",
+            8 // processes,
+            "--seed",
+            seed,
+            "--output-dir",
+            f"run-{path.stem}",
+        ]
+        runs.append({"processes": processes, "script": str(path), "flags": list(map(str, flags))})
+    answers = forked([{**one, "directory": tmp_path} for one in runs], tmp_path)
+    assert all(set(codes) == {0} for codes, _ in answers), answers
+    seen = []
+    for one in runs:
+        samples = set(re.findall(r"sample (\d+) (.*)", recorded(tmp_path, one)))
+        assert len(samples) == 80, "every epoch draws anew"
+        seen.append(samples)
+    assert seen[0] == seen[1] == seen[2]
+    assert not seen[0] & seen[3], "another seed, other numbers"
+    first, second = (re.findall("mask (.*)", recorded(tmp_path, runs[1], rank)) for rank in (0, 1))
+    assert len(first) == 10 and not any(one == other for one, other in zip(first, second, strict=True))
+
+
+def recorded(directory, one, rank=None):
+    """What PIXELS recorded in a run, on one rank or on all."""
+    name = f"{one['flags'][-1]}.{'*' if rank is None else rank}"
+    return "".join(path.read_text() for path in sorted(directory.glob(name)))
+
+
+LOADERS = {
+    "SubsetRandomSampler": "DataLoader(data, 8), DataLoader(data, 8, sampler=d.SubsetRandomSampler(range(20)))",
+    "WeightedRandomSampler": "DataLoader(data, 8, sampler=d.WeightedRandomSampler([1.0] * 24, 9)), DataLoader(data, 8)",
+    "DistributedSampler": "DataLoader(data, 8, sampler=d.DistributedSampler(data, 2, 0)), DataLoader(data, 8)",
+    "Batches": "DataLoader(data, batch_sampler=Batches()), DataLoader(data, 8)",
+    "Stream": "DataLoader(Stream(), 8), DataLoader(data, 8)",
+}
+LOADER = """
+from torch.utils import data as d
+
+
+class Batches:
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self):
+        return 2
+
+
+class Stream(d.IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def load_data(args, accelerator):
+    data = d.TensorDataset(torch.zeros(24, 3, 8, 8), torch.zeros(24).long())
+    return LOADERS
+"""
+SMALL = ["--cpu", "--model", "simple_cnn", "--data", "synthetic", "--max-steps", "2", "--log-every", "1"]
+LAMBDA = "LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))"
+CLIP, STEP = 'help": "clip the gradient to this norm"},\n', "            run.finish_step(step, learning_rate)"
+TEST, LAYOUT = "        test = evaluate(", "    return model.to(memory_format"
+FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
+OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
+    "a flag that is 0": (
+        [(CLIP, f'{CLIP}        workers={{"type": int, "default": 0, "help": "x"}},\n')],
+        ["--workers", "0"],
+        0,
+        "workers: 0",
+    ),
+    "a schedule per epoch": (
+        [
+            ("            scheduler.step()\n", "            pass\n"),
+            (TEST, f"        scheduler.step()\n{TEST}"),
+            (LAMBDA, "CosineAnnealingLR(optimizer, 30)"),
+        ],
+        [],
+        0,
+        "step 2/2",
+    ),
+    "OneCycle that is not finite": (
+        [(LAMBDA, "OneCycleLR(optimizer, 1e30, 9)")],
+        ["--max-steps", "6"],
+        1,
+        "loss or weights are not finite since a step between",
+    ),
+    "evaluated in mid-epoch": (
+        [(STEP, f"            evaluate(accelerator, model, test_loader)\n            assert model.training\n{STEP}")],
+        [],
+        0,
+        "step 2/2",
+    ),
+    "frozen parameters": (FROZEN, [], 0, "step 2/2"),
+}
+
+
+def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path):
+    runs, expected = [], []
+    for name, loaders in LOADERS.items():
+        script = copy("ddp_cifar", LOADER.replace("LOADERS", loaders), tmp_path / f"{name}.py")
+        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name]})
+        expected.append((2, f"load_data: no exact resume with {'Stream' if name == 'Stream' else ''}"))
+    for index, (name, (replacements, flags, code, said)) in enumerate(OUTCOMES.items()):
+        script = copy("ddp_cifar", "", tmp_path / f"{index}.py", *replacements)
+        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name, *flags]})
+        expected.append((code, said))
+    script = copy("pipeline_cifar", "", tmp_path / "frozen_pipeline.py", *FROZEN)
+    runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "pipe"], "processes": 2})
+    expected.append((0, "step 2/2"))
+    answers = forked([{"processes": 1, **one, "directory": tmp_path} for one in runs], tmp_path)
+    for one, (codes, output), (code, said) in zip(runs, answers, expected, strict=True):
+        assert set(codes) == {code} and said in output, (one, output)
+        name = Path(one["script"]).stem
+        assert name not in LOADERS or name in output
+
+
+def test_the_second_epoch_is_not_the_first_one_of_the_next_seed(tmp_path):
+    project = PIXELS.replace("WORKERS", "0")
+    runs = []
+    for seed in (0, 1):
+        script = copy("ddp_cifar", project, tmp_path / f"{seed}.py")
+        flags = ["--cpu", "--epochs", "2", "--batch-size", "8", "--seed", str(seed), "--output-dir", f"run{seed}"]
+        runs.append({"processes": 1, "script": str(script), "flags": flags, "directory": tmp_path})
+    forked(runs, tmp_path)
+    orders = [re.findall(r"sample (\d+)", recorded(tmp_path, one)) for one in runs]
+    epochs = [tuple(order[start : start + 40]) for order in orders for start in (0, 40)]
+    assert len(set(epochs)) == 4 and len(epochs[0]) == 40
+
+
+def test_weights_to_fine_tune_to_train_on_and_to_evaluate(tmp_path):
+    """Ten more steps from the weights of a run, the same evaluation on another number of processes and batch size, and
+    a model with another head."""
+    recipe, head = str(ROOT / "recipes/ddp_cifar.py"), tmp_path / "head.py"
+    copy("ddp_cifar", "", head, ("nn.Flatten(), nn.Linear(128, 10)", "nn.Flatten(), nn.Linear(128, 12)"))
+    weights = ["--weights", "first/model.safetensors"]
+    runs = [
+        (1, recipe, ["--output-dir", "first"]),
+        (1, recipe, [*weights, "--output-dir", "more", "--lr", "0.001"]),
+        (2, recipe, [*weights, "--output-dir", "evaluated", "--epochs", "0", "--batch-size", "50", "--lr", "1"]),
+        (1, str(head), [*weights, "--output-dir", "head"]),
+    ]
+    answers = forked(
+        [
+            {"processes": n, "script": script, "flags": [*SMALL, *flags], "directory": tmp_path}
+            for n, script, flags in runs
+        ],
+        tmp_path,
+    )
+    for codes, output in answers:
+        assert set(codes) == {0}, output
+    first, more, evaluated = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "more", "evaluated")
+    )
+    assert evaluated["test_loss"] == pytest.approx(first["test_loss"], abs=1e-5) and evaluated["steps"] == 0
+    assert evaluated["test_accuracy"] == first["test_accuracy"]
+    assert more["test_loss"] != first["test_loss"] and more["test_loss"] == pytest.approx(first["test_loss"], abs=0.05)
+    assert "without what does not fit: 2.1.bias, 2.1.weight" in answers[3][1]
+    assert not list((tmp_path / "evaluated").glob("step-*.pt"))
