@@ -1,9 +1,9 @@
-"""Put what was measured into the README: `make results`.
+"""Put the measurements into README.md and bench_results/README.md: `make results`.
 
 bench_results/epoch.md is the table of the summaries in bench_results/epoch/, one epoch of each recipe, several seeds;
-long.svg the learning curve of the run in bench_results/long/. In the README stands the text of FILE between
-`<!-- FILE -->` and `<!-- end -->`; after `<!-- FILE short -->` it stands there without the legend of its columns.
-test_readme.py holds README and files to what this makes of them.
+long.svg the learning curve of the run in bench_results/long/. Between `<!-- FILE -->` and `<!-- end -->` stands the
+text of FILE; after `<!-- FILE short -->` only the measured rows of its table, its command and its hardware.
+test_readme.py compares pages and files with what this makes.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench_results"
+PAGES = [ROOT / "README.md", RESULTS / "README.md"]
 
 
 def launch_line(summary):
@@ -29,8 +30,12 @@ def launch_line(summary):
 
 
 def when_and_with(summary):
-    day = datetime.fromtimestamp(summary["first_step_at"], UTC).date()
-    return ", ".join([*(f"{name} {version}" for name, version in summary["versions"].items()), str(day)])
+    """The versions behind a summary and its date: older recipes wrote a dictionary and when the first step was done."""
+    versions = summary["versions"]
+    if isinstance(versions, list):
+        versions = dict(zip(("torch", "accelerate"), versions, strict=True))
+    day = [str(datetime.fromtimestamp(summary[key], UTC).date()) for key in ("first_step_at",) if key in summary]
+    return ", ".join([*(f"{name} {version}" for name, version in versions.items()), *day])
 
 
 def epoch_table(directory):
@@ -94,22 +99,26 @@ def curve(directory):
     return "\n".join([*parts, "</svg>\n"])
 
 
-def filled(readme):
-    """Return the README's text with the result files' current content."""
+def short(content):
+    """The measured rows of a result file's table, and a line with its command, its hardware, versions and date."""
+    table, command, notes = content.split("\n\n")
+    rows = [row for row in table.splitlines() if "| computed |" not in row]
+    return "\n".join(rows) + f"\n\n{command}: {notes.splitlines()[0].removeprefix('- ')}"
+
+
+def filled(page):
+    """Return a page's text with the result files' current content."""
 
     def block(match):
-        marker, file, short, end = match.groups()
+        marker, file, shortened, end = match.groups()
         content = (ROOT / file).read_text().strip()
-        if short:
-            table, command, notes = content.split("\n\n")
-            content = "\n\n".join([table, command, "\n".join(notes.splitlines()[:2])])
-        return f"{marker}\n{content}\n{end}"
+        return f"{marker}\n{short(content) if shortened else content}\n{end}"
 
-    return re.sub(r"(<!-- (bench_results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)", block, readme, flags=re.DOTALL)
+    return re.sub(r"(<!-- (bench_results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)", block, page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
     (RESULTS / "epoch.md").write_text(epoch_table(RESULTS / "epoch"))
     (RESULTS / "long.svg").write_text(curve(RESULTS / "long"))
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text()))
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
