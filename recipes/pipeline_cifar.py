@@ -33,6 +33,7 @@ import zipfile
 from collections import OrderedDict, deque
 from datetime import timedelta
 from itertools import islice
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import accelerate
@@ -453,6 +454,7 @@ class SignalHandler:
         for number in self.signals:
             signal.signal(number, self.receive)
         # Blocked, which the loaders' workers inherit: a signal to the whole process group must not kill them first.
+        resource_tracker.ensure_running()  # it starts with the first spawned worker, and would unblock them again
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
         self.launcher = os.getppid() if launched else None  # which does not pass every signal on before it dies

@@ -22,9 +22,10 @@ KILLS = [
     ("recipe", "processes", "kills"),
     [
         ("ddp_cifar", 2, KILLS),
-        ("amp_cifar", 1, KILLS[::2]),
-        ("data_parallel_cifar", 1, KILLS[1::2]),
-        ("pipeline_cifar", 2, KILLS[::2]),
+        # What writes is the same text in all recipes; what they collect for it differs.
+        ("amp_cifar", 1, KILLS[::6]),
+        ("data_parallel_cifar", 1, KILLS[1::6]),
+        ("pipeline_cifar", 2, KILLS[::3]),
     ],
 )
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, processes, kills, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,16 +25,35 @@ def ranks_of(directory):
             variables = process.joinpath("environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if str(directory).encode() in command and b"launch" not in command:
+        if str(directory).encode() in command and not {b"launch", b"torch.distributed.run"} & set(command):
             rank = next((entry for entry in variables if entry.startswith(b"RANK=")), b"RANK=0")
             found[int(rank.removeprefix(b"RANK="))] = int(process.name)
     return found
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+WORKERS = """
+def load_data(args, accelerator):
+    data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), torch.zeros(512, dtype=torch.int64))
+    options = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
+    return DataLoader(data, shuffle=True, **options), DataLoader(data, batch_size=64)
+
+
+if __name__ == "__main__":"""
+
+
 def interrupt(recipe, processes, name, target, directory, *flags):
     """Start a run that would take minutes, send a signal when it trains, and tell how it left."""
-    log = directory.with_suffix(".log")
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[processes], ROOT / f"recipes/{recipe}.py", *FLAGS]
+    log, script = directory.with_suffix(".log"), ROOT / f"recipes/{recipe.partition(',')[0]}.py"
+    if recipe.endswith("workers"):
+        context = recipe.split()[1]
+        source = script.read_text().replace('\nif __name__ == "__main__":', WORKERS.replace("CONTEXT", context))
+        script = directory.with_suffix(".py")
+        script.write_text(source)
+    launcher = [ACCELERATE, "launch", "--config_file", CONFIGS[processes]]
+    if recipe.endswith("torchrun"):
+        launcher = [*TORCHRUN, processes]
+    command = [*launcher, script, *FLAGS]
     with open(log, "w") as file:
         launcher = subprocess.Popen(
             [*map(str, command), "--output-dir", str(directory), *map(str, flags)],
@@ -64,13 +84,14 @@ CASES = {
     ("ddp_cifar", 2, "SIGINT", "group"): (1, None),
     ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
     ("ddp_cifar", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
-    ("amp_cifar", 2, "SIGTERM", "group"): (1, None),
+    ("amp_cifar", 2, "SIGHUP", "group"): (1, None),
     ("amp_cifar", 2, "SIGINT", 1): (1, 130),
     ("pipeline_cifar", 4, "SIGUSR1", 3): (1, 138),
-    ("pipeline_cifar", 2, "SIGTERM", 0): (1, 143),
     ("data_parallel_cifar", 1, "SIGTERM", "launcher"): (-signal.SIGTERM, None),
     ("data_parallel_cifar", 1, "SIGUSR1", 0): (1, 138),
-    ("ddp_cifar", 1, "SIGINT", "group"): (-signal.SIGINT, None),
+    ("ddp_cifar, forkserver workers", 1, "SIGINT", "group"): (-signal.SIGINT, None),
+    ("ddp_cifar, spawn workers", 2, "SIGTERM", "group"): (1, None),
+    ("ddp_cifar, torchrun", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
 }
 
 
@@ -91,7 +112,7 @@ def test_a_signal_makes_all_processes_save_and_leave(interruptions, case):
     code, log, left = interruptions[case]
     expected, shown = CASES[case]
     assert code == expected, log
-    assert log.count(f"{case[0]}: stopped after step") == 1, log
+    assert log.count(f"{case[0].partition(',')[0]}: stopped after step") == 1, log
     if shown:
         assert f"exitcode  : {shown} " in log or f"exit status {shown}" in log, log
     checkpoints = [name for name in left if name.startswith("step-")]
@@ -160,3 +181,52 @@ def test_without_a_launcher_the_exit_code_is_the_signals(tmp_path):
             break
     process.stdout.read()
     assert process.wait(20) == 128 + signal.SIGUSR1
+
+
+def test_under_nohup_a_hangup_does_not_stop_it(tmp_path):
+    command = ["nohup", sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path / "run"]
+    process = subprocess.Popen([*map(str, command), "--epochs", "1000"], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGHUP)
+        if line.startswith("step 20/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    process.stdout.read()
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    """The second is told of the first, as long as that lives; SIGKILL frees the directory."""
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path, "--epochs", "1000"]
+    command += ["--checkpoint-every", "1"]
+    first = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+    for line in first.stdout:
+        if line.startswith("step 3/"):
+            break
+    second = {"processes": 1, "script": str(command[1]), "directory": tmp_path}
+    flags = [*FLAGS, "--output-dir", str(tmp_path), "--epochs", "1000", "--resume", "auto"]
+    ((codes, output),) = forked([{**second, "flags": flags}], tmp_path)
+    assert codes == [2] and f"is in use by process {first.pid} on {socket.gethostname()}" in output
+    first.kill()
+    first.wait()
+    ((codes, output),) = forked([{**second, "flags": [*flags, "--checkpoint-every", "0"]}], tmp_path)
+    assert "is in use" not in output and "--checkpoint-every" in output
+    assert list(tmp_path.glob("step-*.pt"))
+
+
+def test_the_branch_that_a_run_leaves_is_not_resumed(tmp_path):
+    """Steps 1 to 4, then from 1 again, stopped after 2: auto resumes from the new 2, and the old ones still exist."""
+    common = {"recipe": "ddp_cifar", "processes": 1, "directory": tmp_path / "run"}
+    flags = ["--batch-size", 64, "--keep", 9]
+    first = {**common, "flags": [*flags, "--checkpoint-every", 1], "disturbances": {"0": [4, "SIGTERM"]}}
+    back = {**common, "flags": [*flags, "--resume", tmp_path / "run/step-00000001.pt"]}
+    back["disturbances"] = {"0": [1, "SIGTERM"]}
+    last = {**common, "flags": [*flags, "--resume", "auto"], "disturbances": {"0": [1, "SIGTERM"]}}
+    outcomes = forked([first, back, last], tmp_path)
+    assert [codes for codes, _ in outcomes] == [[143], [143], [143]], outcomes
+    assert "resumed_from: 2\n" in outcomes[2][1]
+    left = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert left == [
+        f"step-0000000{name}" for name in ("1.pt", "2.pt", "2.pt.abandoned", "3.pt", "3.pt.abandoned", "4.pt.abandoned")
+    ]
