@@ -1,0 +1,186 @@
+"""What a launch is checked for before anything starts, with fakes of GPUs that this machine does not have."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CONFIGS, ROOT, launch, load, run, the_error_line
+
+SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--max-steps", "2"]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop(message="would start", **_):
+    raise Stopped(message)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Call `make_accelerator` of a recipe with fakes, until it exits with an error or would make the Accelerator."""
+
+    def call(recipe="ddp_cifar", precision="no", environment=(), cpu=False, **fakes):
+        module = load(f"recipes/{recipe}.py")
+
+        monkeypatch.setattr(module, "exit_with_error", stop)
+        monkeypatch.setattr(module, "Accelerator", lambda **options: stop())
+        for name, value in dict(environment).items():
+            monkeypatch.setenv(name, value)
+        for name, value in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        args = SimpleNamespace(cpu=cpu, log_every=None, seed=0, tracker=None, output_dir="x", accumulation_steps=1)
+        with pytest.raises(Stopped) as stopped:
+            module.make_accelerator(args, precision)
+        return str(stopped.value), args
+
+    # Set by `make_accelerator`: monkeypatch undoes it only if it knows of it.
+    for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield call
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+H100 = {"device_count": 2, "is_available": True, "get_device_capability": (9, 0)}
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+def test_a_gpu_that_can_be_used_starts_with_a_line_every_50_steps(start):
+    said, args = start(**H100, get_arch_list=WHEEL)
+    assert said == "would start" and args.log_every == 50
+
+
+def test_a_driver_too_old_for_the_wheel_is_an_error_and_not_training_on_cpu(start):
+    assert "driver is too old" in start(device_count=1, is_available=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "fits"),
+    [
+        ((7, 0), False),
+        ((7, 5), True),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 3), True),
+        ((12, 1), True),
+        ((13, 0), True),
+    ],
+)
+def test_a_gpu_without_kernels_in_the_wheel_is_an_error(start, capability, fits):
+    said, _ = start(**{**H100, "get_device_capability": capability}, get_arch_list=WHEEL)
+    assert ("has no kernels for this GPU" in said) == (not fits)
+    if not fits:
+        assert "sm_70" in said
+
+
+def test_a_gpu_newer_than_a_wheel_without_ptx_is_an_error(start):
+    assert "no kernels" in start(**{**H100, "get_device_capability": (13, 0)}, get_arch_list=["sm_80", "sm_90a"])[0]
+
+
+def test_a_slurm_step_without_the_jobs_gpus_is_an_error(start):
+    slurm = {"SLURM_GPUS_ON_NODE": "8"}
+    assert "this Slurm job has GPUs" in start(environment=slurm, device_count=0)[0]
+    assert start(environment=slurm, device_count=0, cpu=True)[0] == "would start"
+
+
+TOLD = {
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_USE_MEGATRON_LM": "true",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar"])
+def test_what_the_launcher_was_told_is_not_ignored(start, recipe, name):
+    said, _ = start(recipe, environment={name: TOLD[name]}, device_count=0)
+    assert f"{name.removeprefix('ACCELERATE_').lower()} is {TOLD[name].lower()}" in said
+
+
+def test_what_the_launcher_says_by_default_and_what_the_recipe_does_is_no_error(start):
+    said = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false"}
+    assert start("amp_cifar", "bf16", {**said, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, device_count=0)[0] == (
+        "would start"
+    )
+
+
+def test_gloo_takes_the_interface_to_the_first_machine(start, monkeypatch):
+    nodes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    start(environment=nodes, device_count=0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    start(environment=nodes, device_count=0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+T4 = {"is_available": True, "is_bf16_supported": False, "get_device_name": "Tesla T4"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "expected"),
+    [
+        (None, "no", ("fp16", "because this GPU has no bf16")),
+        (None, "fp16", ("fp16", "by the config")),
+        ("fp32", "no", ("fp32", "by --precision")),
+        ("bf16", "no", "Tesla T4 has no bf16, choose --precision fp16"),
+        (None, "bf16", "Tesla T4 has no bf16, choose --precision fp16"),
+    ],
+)
+def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, asked, config, expected):
+    recipe = load("recipes/amp_cifar.py")
+    for name, value in T4.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(recipe, "exit_with_error", stop)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", config)
+    args = SimpleNamespace(precision=asked, cpu=False)
+    if isinstance(expected, str):
+        with pytest.raises(Stopped, match=expected):
+            recipe.choose_precision(args)
+    else:
+        assert recipe.choose_precision(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "expected"),
+    [("4,5", "0,1", "4,5"), ("4,5,6", "2", "6"), (None, "1", "1"), ("4,5", "2", None), ("4,5", "x", None)],
+)
+def test_gpus_are_counted_among_the_visible_ones(monkeypatch, visible, asked, expected):
+    recipe = load("recipes/data_parallel_cifar.py")
+    monkeypatch.setattr(recipe, "exit_with_error", stop)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if expected is None:
+        with pytest.raises(Stopped, match="--gpus"):
+            recipe.choose_gpus(asked)
+    else:
+        recipe.choose_gpus(asked)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_cpu_processes_leave_a_gpu_alone(tmp_path):
+    """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is hidden."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, torch\n"
+        "torch._C._get_accelerator = (lambda original: lambda check=None: torch.device('cuda')\n"
+        "    if os.environ.get('CUDA_VISIBLE_DEVICES') != '' else original())(torch._C._get_accelerator)\n"
+    )
+    flags = [*SMALL, "--cpu", "--output-dir", tmp_path / "run"]
+    process = launch(2, ROOT / "recipes/ddp_cifar.py", *flags, PYTHONPATH=str(tmp_path), cwd=tmp_path)
+    assert "step 2/2" in process.stdout
+
+
+def test_a_launchers_precision_is_an_error_through_the_launcher(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", CONFIGS[1]]
+    command += ["--mixed_precision", "bf16", ROOT / "recipes/ddp_cifar.py", *SMALL, "--cpu"]
+    line = the_error_line(run(command, cwd=tmp_path, check=False))
+    assert "mixed_precision is bf16" in line
