@@ -13,7 +13,6 @@ To make this file yours, see ddp_cifar.py: it is the same but for `main` and the
 """
 
 import argparse
-import contextlib
 import fcntl
 import gc
 import json
@@ -188,10 +187,9 @@ def main():
     peak_lr = args.lr * global_batch / 128
 
     model = load_weights(accelerator, build_model(args), args)
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     # Not fused in fp16: GradScaler calls a fused optimizer in any case, and a skipped step would go unseen.
-    options["fused"] = accelerator.device.type == "cuda" and accelerator.scaler is None
-    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
+    options = {"fused": accelerator.device.type == "cuda" and accelerator.scaler is None, "nesterov": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     # DataParallel wants the model on the first GPU, where the prepared DataLoader puts the batches. It is not prepared:
@@ -281,14 +279,14 @@ def load_weights(accelerator, model, args):
     if args.weights:
         try:
             weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
-            fits = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+            fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-        misfits = ", ".join(sorted((own | weights).keys() - fits.keys()))
-        if not fits or (misfits and args.epochs == 0):
+        misfits = ", ".join(sorted((own | weights).keys() - fits.keys())) or "nothing"
+        if not fits or (misfits != "nothing" and args.epochs == 0):
             exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
         model.load_state_dict(fits, strict=False)
-        accelerator.print(f"weights of {args.weights}" + f", without what does not fit: {misfits}" * bool(misfits))
+        accelerator.print(f"weights of {args.weights}, without what does not fit: {misfits}")
     return model
 
 
@@ -317,7 +315,8 @@ def find_checkpoint(config):
             problems.append(f"cannot load {path} ({error!r:.200})")
     if checkpoint is None and problems:
         raise ValueError(f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh")
-    print(*problems or ["no checkpoint yet, starting afresh"] * (checkpoint is None), file=sys.stderr, sep="\n")
+    if problems or not checkpoint:
+        print(*problems or ["no checkpoint yet, starting afresh"], file=sys.stderr, sep="\n")
     theirs = checkpoint["config"] if checkpoint else config
     names = [name for name in config if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]]
     if names:
@@ -373,11 +372,10 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        device, main = accelerator.device, accelerator.is_main_process
-        config |= {"recipe": RECIPE, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
+        main, checkpoint, problem = accelerator.is_main_process, None, None
+        config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         config |= {"world_size": accelerator.num_processes, "versions": [torch.__version__, accelerate.__version__]}
-        self.config = config = json.loads(json.dumps(config, default=float))
-        checkpoint, problem = None, None
+        self.config = config = json.loads(json.dumps({"recipe": RECIPE, **config}, default=float))
         try:
             checkpoint = find_checkpoint(config) if main and config["resume"] else None
         except ValueError as error:
@@ -503,8 +501,8 @@ class Run:
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
                     old.unlink()
         except (OSError, RuntimeError) as error:
-            with contextlib.suppress(OSError):
-                Path(directory, "checkpoint.tmp").unlink()
+            if (directory / "checkpoint.tmp").is_file():
+                (directory / "checkpoint.tmp").unlink()
             problem = f"error: cannot write {name} ({error.__context__ or error!r}), earlier ones stay: --resume auto"
         if problem := utils.broadcast_object_list([problem])[0]:
             self.exit(1, problem)
@@ -526,14 +524,10 @@ class Run:
         peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
         peaks, rate = utils.gather_object([peak]), self.images / self.seconds if self.images else None
         losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
-        results = {"train_loss": losses[-1] if losses else None, **test, "images_per_second": rate}
-        results |= {
-            "measured_images": self.images,
-            "measured_seconds": self.seconds,
-            "seconds": time.time() - self.started,
-            **self.own_metrics(),
-        }
+        results = {"train_loss": losses[-1] if losses else None, **test, **self.own_metrics()}
+        results |= {"images_per_second": rate, "measured_images": self.images, "measured_seconds": self.seconds}
         results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks}
+        results |= {"seconds": time.time() - self.started}
         self.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")
         if self.accelerator.is_main_process and not (path.exists() and self.start == self.total_steps):
@@ -579,9 +573,8 @@ def parse_args(**own_flags):
     add("--tracker", "where metrics go, too", choices=[tracker.value for tracker in get_available_trackers()])
     args = parser.parse_args()
     for name, value in vars(args).items():
-        low = -1 if name == "epochs" or parser.get_default(name) == 0 else 0
+        low, flag = -1 if name == "epochs" or parser.get_default(name) == 0 else 0, f"--{name.replace('_', '-')}"
         if type(value) in (int, float) and not low < value < 2**32:
-            flag = f"--{name.replace('_', '-')}"
             exit_with_error(f"argument {flag}: {value}, choose a number above {low} and below {2**32}")
     try:
         os.makedirs(args.output_dir, exist_ok=True)
@@ -600,9 +593,7 @@ def parse_args(**own_flags):
     if checkpoints and any(restarts):  # --max_restarts after a process died, or Slurm's requeue
         args.resume = "auto"
     if checkpoints and not args.resume:
-        exit_with_error(
-            f"{args.output_dir} holds a run's checkpoints: add --resume auto, or choose another --output-dir"
-        )
+        exit_with_error(f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir")
     return args
 
 
@@ -618,30 +609,23 @@ def make_accelerator(args, mixed_precision, *handlers):
     if gpus and not torch.cuda.is_available():
         exit_with_error(f"the GPU driver is too old for CUDA {cuda}: update it, or install a torch for an older CUDA")
     if 0 < gpus < processes:
-        exit_with_error(
-            f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or train with --cpu"
-        )
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
     if gpus:
         capability = torch.cuda.get_device_capability(rank)
         kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in torch.cuda.get_arch_list()]
         if not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
-            exit_with_error(
-                f"torch for CUDA {cuda} has no kernels for this GPU, sm_{capability[0]}{capability[1]}: "
-                "install a torch for an older CUDA (a newer one for a new GPU), as pytorch.org/get-started shows"
-            )
+            sm = "sm_{}{}".format(*capability)
+            exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
     else:  # share the cores: the launcher would leave each process one thread
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // processes))
     args.log_every = args.log_every or (50 if gpus else 10)
-    ours = {
-        "MIXED_PRECISION": mixed_precision,
-        "GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)),
-    }
-    plugins = [f"USE_{name}" for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")]
-    for name in (*ours, "DYNAMO_BACKEND", *plugins):
-        told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
-        if told not in ("no", "false", ours.get(name)):
+    ours = [mixed_precision, str(getattr(args, "accumulation_steps", 1)), "no", "false", "false", "false", "false"]
+    names = "MIXED_PRECISION GRADIENT_ACCUMULATION_STEPS DYNAMO_BACKEND USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM"
+    for name, our in zip((names + " USE_PARALLELISM_CONFIG").split(), ours, strict=True):
+        told = os.environ.get(f"ACCELERATE_{name}", our).lower()
+        if told not in ("no", our):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
