@@ -1,5 +1,6 @@
 """Signals and deaths: all processes leave together with everything saved, and the run goes on from there."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch, wait_until
 from test_resume import STEPS, assert_identical, content
@@ -61,20 +63,22 @@ def interrupt(recipe, processes, name, target, directory, *flags):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    metrics = directory / "metrics.jsonl"
+    metrics, started = directory / "metrics.jsonl", []
     try:
         wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 2)
         ranks = ranks_of(directory)
         assert sorted(ranks) == list(range(processes))
+        started = psutil.Process(launcher.pid).children(recursive=True)
         if target == "group":
             os.killpg(launcher.pid, signal.Signals[name])
         else:
             os.kill(launcher.pid if target == "launcher" else ranks[target], signal.Signals[name])
         code = launcher.wait(30)
-        wait_until(lambda: not ranks_of(directory), 15)
+        wait_until(lambda: not any(process.is_running() for process in started), 15)
     finally:
-        for pid in (*ranks_of(directory).values(), *([launcher.pid] if launcher.poll() is None else [])):
-            os.kill(pid, signal.SIGKILL)
+        for process in [*started, *([launcher] if launcher.poll() is None else [])]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     return code, log.read_text(), sorted(path.name for path in directory.glob("*"))
 
 
