@@ -21,6 +21,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -275,25 +276,21 @@ def load_weights(accelerator, model, args):
 # What may differ between a checkpoint and the run that resumes from it; all else that both have must be equal.
 IGNORED_KEYS = (
     "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume weights world_size batch_size "
-    "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions"
+    "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions "
+    "holds sync_each_batch activation_checkpointing cpu_offload"
 ).split()
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
-def find_checkpoint(config):
+def find_checkpoint(config, read):
     """Return the checkpoint of `--resume`, for auto the newest intact one, or None. Raises ValueError where it cannot
     be used. Later ones, of the branch that this run leaves, are renamed, or auto would return to them."""
     paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not look at the checksums
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-            if damaged or checkpoint["format"] != FORMAT:
-                raise ValueError(f"{damaged} is damaged" if damaged else f"not of format {FORMAT}")
+            checkpoint = read(path)
             break
         except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
-            checkpoint = None
             problems.append(f"cannot load {path} ({error!r:.200})")
     if checkpoint is None and problems:
         raise ValueError(f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh")
@@ -306,6 +303,7 @@ def find_checkpoint(config):
         raise ValueError(f"{path} is of another run: {differences}")
     for later in paths if checkpoint else ():
         if later.name > f"step-{checkpoint['step']:08}.pt":
+            shutil.rmtree(f"{later}.abandoned", ignore_errors=True)  # of an earlier branch; a file is overwritten
             print(f"{later}: later than what this run resumes, renamed to {later.rename(f'{later}.abandoned')}")
     return checkpoint
 
@@ -359,7 +357,7 @@ class Run:
         config |= {"world_size": accelerator.num_processes, "versions": [torch.__version__, accelerate.__version__]}
         self.config = config = json.loads(json.dumps({"recipe": RECIPE, **config}, default=float))
         try:
-            checkpoint = find_checkpoint(config) if main and config["resume"] else None
+            checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
         except ValueError as error:
             problem = error
         checkpoint, problem = utils.broadcast_object_list([checkpoint, problem])
@@ -388,6 +386,16 @@ class Run:
         self.task = self.progress.add_task("steps", total=self.total_steps, completed=self.start)
         self.show("run", config | {"resumed_from": self.start})
         self.progress.start()
+
+    @staticmethod
+    def read(path):
+        """Return the content of a checkpoint; raises anything at all where it is not an intact one."""
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        if damaged or checkpoint["format"] != FORMAT:
+            raise ValueError(f"{damaged} is damaged" if damaged else f"not of format {FORMAT}")
+        return checkpoint
 
     def show(self, title, values):
         rows = [f"  {name}: {value}" for name, value in values.items() if value is not None and value is not False]
