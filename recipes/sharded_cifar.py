@@ -1,0 +1,1004 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fully sharded data parallelism: parameters, gradients and optimizer state divided among all processes (FSDP2).
+
+    accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py
+    accelerate launch --config_file accelerate_configs/8gpu.yaml recipes/sharded_cifar.py --replicas 2
+    accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py --precision bf16
+
+For a model that does not fit one GPU. Of every block each process keeps 1/N; a block is gathered when its turn comes,
+forward and backward, and freed again, and its gradients are summed where their shards are (Rajbhandari et al. 2020,
+arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277). The training is that of ddp_cifar.py at the same global batch.
+Accelerate's own FSDP plugin needs GPUs: it supplies processes, devices, data and optimizer here, torch the sharding.
+
+No GPU ever holds the whole model, and of the hosts' memories one does, the main process's, once: it makes the weights
+and sends each process its shards. Where they do not fit there either, leave `send_weights` out and let every process
+fill its shards by itself: by `reset_parameters()` of the modules (other weights for other numbers of processes), or by
+`dcp.load` from a checkpoint of this recipe, or from any folder of .safetensors files.
+
+BatchNorm normalises over a process's own batch, as in ddp_cifar.py. Its running statistics are not sharded, and every
+process has its own: all evaluate with the main process's, which are those that are saved.
+
+To make this file yours, see ddp_cifar.py; `shard_units` has to know your model's blocks. On several machines the output
+directory has to be one that all of them share.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import gc
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain, islice
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import accelerate
+import numpy
+import psutil
+import torch
+import torchvision
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
+from accelerate.tracking import get_available_trackers
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+from torch import distributed, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as checkpointed
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+RECIPE = "sharded_cifar"
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders of (images, labels) batches for training and test. Replace this with your own data.
+
+    A batch is one process's: `args.batch_size` samples; `shuffle=True` shuffles over all processes. Any Dataset with a
+    length will do, with random transforms and workers, too: see `SeededSamples`.
+    """
+    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one downloads, the others wait
+        if args.data == "synthetic":
+            train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
+        else:
+            train_set, test_set = cifar10(args.data_dir, train=True), cifar10(args.data_dir, train=False)
+    train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
+    test_set = ImageTensors(*test_set, accelerator.device)
+    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # these datasets make whole batches
+    return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(test_set, **options)
+
+
+def build_model(args):
+    """Return the model, on the CPU: (B, 3, H, W) images in, (B, classes) logits out. Replace this with your own."""
+    if args.model == "simple_cnn":
+        model = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+            nn.Sequential(nn.Flatten(), nn.Linear(128, 10)),
+        )
+    else:
+        model = torchvision.models.resnet50(num_classes=10)
+        if args.stem == "cifar":  # 32 x 32 images are small already: do not shrink them fourfold before the first block
+            model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model.to(memory_format=torch.channels_last)  # the layout in which convolutions are fastest
+
+
+def compute_loss(model, batch):
+    """Return {name: (B,) values of the samples}: the loss, whose mean is minimised, and what else is reported.
+
+    Training, evaluation and resuming call this, and nothing else knows the task. Replace it with your own. Where the
+    samples count unequally, add "weight": for sequences, return each one's mean loss, and as weight its tokens.
+    """
+    images, labels = batch
+    logits = model(images)
+    return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
+
+
+def shard_units(model):
+    """Return the modules that are sharded each by itself, so that only one of them is whole at a time: the elements of
+    every nn.Sequential and nn.ModuleList, but not what is inside them. These are the blocks of torchvision's ResNets
+    and transformers, and the layers of a plain Sequential. What is in none of them is sharded with the root.
+
+    Replace this where your model's blocks are elsewhere. Two units must not share a parameter.
+    """
+    units = []
+    for child in model.children():
+        listed = isinstance(model, nn.Sequential | nn.ModuleList) and type(child).forward is not nn.Module.forward
+        units += [child] if listed else shard_units(child)
+    return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+def shard(model, args, mesh, bf16):
+    """Shard the units of a model on the meta device over the mesh, and then what is left of it."""
+    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()}
+    fp32, precision = MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    if bf16:  # what is gathered, and computed with; gradients are summed in fp32
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model.to(memory_format=torch.contiguous_format)  # FSDP shards nothing else; activations stay channels_last
+    for unit in [*shard_units(model), model]:
+        norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        if args.activation_checkpointing and unit is not model:
+            checkpoint_activations(unit, norms)
+        own = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
+        if bf16 and own:  # a group of their own: their statistics are in fp32, and so their weights have to be
+            fully_shard(own, mp_policy=fp32, **options)
+        if bf16 and unit is model:
+            precision = replace(precision, output_dtype=torch.float32)  # for the loss
+        fully_shard(unit, mp_policy=precision, **options)
+
+
+def checkpoint_activations(unit, norms):
+    """Keep only the inputs of a unit's forward pass; the backward pass repeats it, without counting its batch in the
+    running statistics of its BatchNorms, `norms`, once more."""
+
+    @contextlib.contextmanager
+    def frozen_statistics():
+        kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+        for norm in norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        try:
+            yield
+        finally:
+            for norm, (momentum, count) in zip(norms, kept, strict=True):
+                norm.momentum, norm.num_batches_tracked = momentum, count
+
+    def contexts():
+        return contextlib.nullcontext(), frozen_statistics()
+
+    unit.forward = partial(checkpointed, unit.forward, use_reentrant=False, context_fn=contexts)
+
+
+def send_weights(whole, model, accelerator, mesh, offload):
+    """Fill the shards, and the buffers, from the main process's `whole` model (None elsewhere), tensor by tensor."""
+    model.to_empty(device="cpu" if offload else accelerator.device)
+    tensors = dict(chain(whole.named_parameters(), whole.named_buffers())) if whole else {}
+    for name, value in chain(model.named_parameters(), model.named_buffers()):
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=accelerator.device)
+        if whole:
+            tensor.copy_(tensors[name].detach())
+        if isinstance(value, DTensor):
+            value.to_local().detach().copy_(distribute_tensor(tensor, mesh, value.placements).to_local())
+        else:
+            distributed.broadcast(tensor, 0)
+            value.data = tensor
+
+
+def without_communication(model):
+    """Return what Accelerate looks for as `no_sync` where gradients accumulate: the microbatches before the last are
+    summed on each process, whole, and only the sums are divided."""
+
+    @contextlib.contextmanager
+    def no_sync():
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    return no_sync
+
+
+def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
+    """Learn from one microbatch; the optimizer and the schedule advance at the last one of `accumulation_steps`.
+
+    Returns the metrics, on the device: to read them here would make the host wait for it in every step.
+    """
+    with accelerator.accumulate(model):
+        metrics = compute_loss(model, batch)
+        accelerator.backward(mean_loss(metrics))
+        if clip_norm and accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # as fp16 skips some
+            scheduler.step()
+        optimizer.zero_grad()
+    return metrics
+
+
+def lr_lambda(step, total_steps):
+    """The share of the peak learning rate at optimizer step `step` (from 0): linear warm-up over the first fifth of
+    the run, linear decay to zero over the rest. The peak grows linearly with the global batch, and it is the warm-up
+    that makes this work (Goyal et al. 2017, arXiv:1706.02677)."""
+    warmup = max(1, total_steps // 5)
+    return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
+
+
+@torch.no_grad()
+def evaluate(accelerator, model, loader):
+    """Return the metrics' means over the whole test set, each sample counted exactly once."""
+    model.eval()
+    utils.broadcast(list(model.buffers()))  # each process has its own BatchNorm statistics: take the first one's
+    totals = 0
+    for batch in loader:
+        metrics = compute_loss(model, batch)
+        totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # without what fills up the last batches
+    model.train()
+    test = {f"test_{name}": value for name, value in means(metrics, totals.tolist()).items()}
+    return {**test, "samples": int(totals[-1])}
+
+
+def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args):
+    """Train from the step at which `run` begins, and evaluate after each epoch; return the last evaluation."""
+    for epoch in run.epochs():
+        for step, microbatches in run.steps(epoch, train_loader):
+            learning_rate = scheduler.get_last_lr()[0]
+            for index, batch in enumerate(microbatches):
+                seed_rng(args.seed, step, index, accelerator.process_index)  # dropout's, the same in a resumed run
+                run.add(train_step(accelerator, model, optimizer, scheduler, batch, args.clip_norm))
+            run.finish_step(step, learning_rate)  # metrics, checkpoint, signals
+        test = evaluate(accelerator, model, test_loader)
+        run.write("evaluation", test)
+    return test
+
+
+def save_weights(model, path, is_main_process):
+    """Write model.safetensors, gathered tensor by tensor: no process ever holds the whole model for it."""
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    names |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+    names |= {torch.bool: "BOOL"}
+    # The format wants no gaps, and readers want alignment: the largest elements first.
+    values = sorted(model.state_dict().items(), key=lambda item: -item[1].element_size())
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, value in values:
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    header = json.dumps(header).encode()
+    header += b" " * (-len(header) % 8)
+    with open(path if is_main_process else os.devnull, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _, value in values:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value  # in which all processes take part
+            file.write(whole.detach().cpu().flatten().view(torch.uint8).numpy() if is_main_process else b"")
+
+
+def main():
+    args = parse_args(
+        precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: gradients are summed in fp32"},
+        replicas={"type": int, "default": 1, "help": "sharded models side by side, such as one per node (HSDP)"},
+        accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
+        sync_each_batch={"action": "store_true", "help": "accumulate in shards: less memory, more communication"},
+        clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
+        activation_checkpointing={"action": "store_true", "help": "compute activations twice instead of keeping them"},
+        cpu_offload={"action": "store_true", "help": "shards in the hosts' memory, on the GPU only while in use"},
+    )
+    processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
+    if processes % args.replicas:
+        exit_with_error(f"argument --replicas: {args.replicas} do not divide the {processes} process(es)")
+    if args.cpu_offload and (args.cpu or not torch.cuda.is_available()):
+        exit_with_error("argument --cpu-offload: there is nothing to offload without a GPU, leave it out")
+    if args.precision == "bf16" and not args.cpu and torch.cuda.is_available():
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
+    accelerator = make_accelerator(args, "no" if args.precision == "fp32" else args.precision)
+    utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
+    loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
+    train_loader, test_loader = accelerator.prepare(*loaders)
+    # Samples that do not fill a global batch are dropped in this epoch: so N processes take the very steps that one
+    # process takes when it accumulates over N microbatches.
+    accumulation_steps = accelerator.gradient_accumulation_steps = min(args.accumulation_steps, len(train_loader))
+    if accumulation_steps == 0:
+        exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
+    steps_per_epoch = len(train_loader) // accumulation_steps
+    total_steps = min(args.epochs * steps_per_epoch, args.max_steps or math.inf)
+    global_batch = args.batch_size * accumulation_steps * accelerator.num_processes
+    peak_lr = args.lr * global_batch / 128
+
+    mesh = make_mesh(accelerator, args)
+    whole = load_weights(accelerator, build_model(args), args) if accelerator.is_main_process else None
+    wait_for_main_process(accelerator)
+    with torch.device("meta"):  # shapes without memory
+        model = build_model(args)
+    total = sum(p.numel() for p in model.parameters())
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in shard_units(model)]
+    shard(model, args, mesh, accelerator.mixed_precision == "bf16")
+    send_weights(whole, model, accelerator, mesh, args.cpu_offload)
+    del whole
+    if not args.sync_each_batch:
+        model.no_sync = without_communication(model)
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    options["fused"] = accelerator.device.type == "cuda" and not args.cpu_offload
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
+    shards = Shards(model, optimizer, accelerator.device)
+    # Not the model: Accelerate would wrap it in DDP.
+    optimizer = accelerator.prepare(optimizer)
+
+    config = {**vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    config["holds"] = f"{mine:,} of {total:,} parameters per process, {max(sizes, default=total):,} in the largest unit"
+    run = ShardedRun(accelerator, config, {"model": shards, "scheduler": scheduler})
+    test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
+    save_weights(model, Path(args.output_dir, "model.safetensors"), accelerator.is_main_process)
+    run.finish(test)
+    # The model goes before the process group: left to the interpreter's exit, gloo aborts one run in three.
+    run = shards = scheduler = None
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    accelerator.end_training()
+
+
+# ============================================================================= machinery, the same in every recipe
+def mean_loss(metrics):
+    """Return the samples' mean loss, by their weights if there are any: what the backward pass begins with."""
+    weight = metrics.get("weight")
+    return metrics["loss"].mean() if weight is None else (metrics["loss"] * weight).sum() / weight.sum()
+
+
+def sample_rows(metrics):
+    """Return (B, M + 2) float32: for each sample its M metrics times its weight, its weight, and 1. However samples are
+    divided among batches and processes, the sums over all of them give `means`."""
+    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach().float()
+    columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
+    return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1)
+
+
+def means(names, sums):
+    """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
+    return dict(zip([name for name in names if name != "weight"], [x / sums[-2] for x in sums[:-2]], strict=True))
+
+
+def seed_rng(*key):
+    """Make the random numbers that torch, NumPy and Python draw from here on a function of `key` alone."""
+    random.seed(repr(key))
+    seed = random.getrandbits(32)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+class SeededSamples(Dataset):
+    """Any map-style dataset, its random transforms a function of (seed, epoch, index): the same whichever process or
+    worker makes the sample, and in a resumed run."""
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed = dataset, seed
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see it change
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __getitem__(self, index):
+        seed_rng(self.seed, self.epoch.item(), index)
+        return self.dataset[index]
+
+
+def reproducible(loader, seed):
+    """Return the loader with its dataset in `SeededSamples`, unless that has a `set_epoch` of its own, to do the same.
+    Exit with an error where it cannot be divided among processes, and resumed, exactly."""
+    kinds = type(loader.batch_sampler), type(loader.sampler)
+    if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
+        names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
+        exit_with_error(f"load_data: no exact resume with {names}: use a Dataset (or its Subset), batch_size, shuffle")
+    if not hasattr(loader.dataset, "set_epoch"):
+        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # past a guard against other lengths
+    return loader
+
+
+def load_weights(accelerator, model, args):
+    """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
+    if args.weights:
+        try:
+            weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
+            fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
+        except Exception as error:  # whatever another kind of file makes the readers stumble over
+            exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
+        misfits = ", ".join(sorted((own | weights).keys() - fits.keys())) or "nothing"
+        if not fits or (misfits != "nothing" and args.epochs == 0):
+            exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
+        model.load_state_dict(fits, strict=False)
+        accelerator.print(f"weights of {args.weights}, without what does not fit: {misfits}")
+    return model
+
+
+# What may differ between a checkpoint and the run that resumes from it; all else that both have must be equal.
+IGNORED_KEYS = (
+    "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume weights world_size batch_size "
+    "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions "
+    "holds sync_each_batch activation_checkpointing cpu_offload"
+).split()
+FORMAT = 2
+PATTERN = f"step-{'[0-9]' * 8}"  # a folder
+
+
+def find_checkpoint(config, read):
+    """Return the checkpoint of `--resume`, for auto the newest intact one, or None. Raises ValueError where it cannot
+    be used. Later ones, of the branch that this run leaves, are renamed, or auto would return to them."""
+    paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
+    for path in paths if config["resume"] == "auto" else [config["resume"]]:
+        try:
+            checkpoint = read(path)
+            break
+        except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
+            problems.append(f"cannot load {path} ({error!r:.200})")
+    if checkpoint is None and problems:
+        raise ValueError(f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh")
+    if problems or not checkpoint:
+        print(*problems or ["no checkpoint yet, starting afresh"], file=sys.stderr, sep="\n")
+    theirs = checkpoint["config"] if checkpoint else config
+    names = [name for name in config if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]]
+    if names:
+        differences = "; ".join(f"{name} is {theirs[name]} there, {config[name]} here" for name in names)
+        raise ValueError(f"{path} is of another run: {differences}")
+    for later in paths if checkpoint else ():
+        if later.name > f"step-{checkpoint['step']:08}.pt":
+            shutil.rmtree(f"{later}.abandoned", ignore_errors=True)  # of an earlier branch; a file is overwritten
+            print(f"{later}: later than what this run resumes, renamed to {later.rename(f'{later}.abandoned')}")
+    return checkpoint
+
+
+class SignalHandler:
+    """SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any process, or the launcher's death: all processes stop after one step.
+    They agree on it by an all-reduce among the hosts, which overlaps the next step, so that no device waits."""
+
+    def __init__(self, accelerator):
+        self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
+            self.signals.remove(signal.SIGHUP)
+        for number in self.signals:
+            signal.signal(number, self.receive)
+        # Blocked, which the loaders' workers inherit: a signal to the whole process group must not kill them first.
+        resource_tracker.ensure_running()  # it starts with the first spawned worker, and would unblock them again
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
+        self.launcher = os.getppid() if launched else None  # which does not pass every signal on before it dies
+        self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
+        self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
+
+    def receive(self, number, frame=None):
+        self.received = self.received or number
+
+    def should_stop(self):
+        """Return the signal on which all processes stop now, or 0: the result of the all-reduce begun one call ago."""
+        self.receive(max(signal.sigpending() & self.signals, default=0))
+        if self.launcher and os.getppid() != self.launcher:
+            self.receive(signal.SIGTERM)
+        if self.group is None:
+            return self.received
+        if self.pending_reduce:
+            self.pending_reduce.wait()
+        stop = self.signal_tensor.item()
+        self.signal_tensor.fill_(self.received)
+        self.pending_reduce = distributed.all_reduce(self.signal_tensor, distributed.ReduceOp.MAX, self.group, True)
+        return stop
+
+
+class Run:
+    """What surrounds the steps of a training: resuming, metrics on the screen and in files, checkpoints, signals.
+
+    `state` has by name what is saved, of one `stage` of a pipeline; `before_loading` is called before it is loaded.
+    Throughput is over all processes, without evaluations, checkpoints and the first line of metrics, which is warm-up.
+    """
+
+    def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
+        main, checkpoint, problem = accelerator.is_main_process, None, None
+        config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
+        config |= {"world_size": accelerator.num_processes, "versions": [torch.__version__, accelerate.__version__]}
+        self.config = config = json.loads(json.dumps({"recipe": RECIPE, **config}, default=float))
+        try:
+            checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
+        except ValueError as error:
+            problem = error
+        checkpoint, problem = utils.broadcast_object_list([checkpoint, problem])
+        try:
+            if checkpoint:
+                before_loading()
+                for name, thing in state.items():
+                    thing.load_state_dict(checkpoint["states"][stage][name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            problem = f"stage {stage} of the checkpoint does not fit this model ({error!r:.200})"
+        for misfit in filter(None, utils.gather_object([problem])):
+            exit_with_error(f"argument --resume: {misfit}")
+        self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
+        self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
+        self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
+        self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
+        self.started = self.saved = time.time()
+        self.signals = SignalHandler(accelerator)
+        self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
+        self.file.write(self.metrics)
+        accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
+        self.console = Console(quiet=not main, highlight=False, markup=False, soft_wrap=True)
+        live = main and self.console.is_terminal and not self.console.is_dumb_terminal
+        columns = *Progress.get_default_columns(), MofNCompleteColumn()
+        self.progress = Progress(*columns, console=self.console, disable=not live, redirect_stderr=sys.stderr.isatty())
+        self.task = self.progress.add_task("steps", total=self.total_steps, completed=self.start)
+        self.show("run", config | {"resumed_from": self.start})
+        self.progress.start()
+
+    @staticmethod
+    def read(path):
+        """Return the content of a checkpoint; raises anything at all where it is not an intact one."""
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        if damaged or checkpoint["format"] != FORMAT:
+            raise ValueError(f"{damaged} is damaged" if damaged else f"not of format {FORMAT}")
+        return checkpoint
+
+    def show(self, title, values):
+        rows = [f"  {name}: {value}" for name, value in values.items() if value is not None and value is not False]
+        self.console.print("\n".join([title, *rows]))
+
+    def epochs(self):
+        """The epochs that are left. A checkpoint of an epoch's last step is from before its evaluation."""
+        return range(max(self.start - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch) or 1)
+
+    def steps(self, epoch, loader):
+        """Yield (step, its microbatches) for what is left of an epoch."""
+        loader.set_epoch(epoch)
+        loader.dataset.set_epoch(epoch)  # some prepared loaders do not pass it on
+        accumulation_steps = self.accelerator.gradient_accumulation_steps
+        skipped = (self.step - epoch * self.steps_per_epoch) * accumulation_steps
+        batches = iter(skip_first_batches(loader, skipped) if skipped else loader)
+        self.interval_start = time.perf_counter()
+        for step in range(self.step + 1, min((epoch + 1) * self.steps_per_epoch, self.total_steps) + 1):
+            yield step, islice(batches, accumulation_steps)
+
+    def add(self, metrics):
+        """Count the metrics of a microbatch of this process in."""
+        self.names, self.totals = list(metrics), self.totals + sample_rows(metrics).sum(0)
+
+    def finish_step(self, step, learning_rate):
+        """After a step: a line of metrics, a checkpoint, the end, where it is time for them."""
+        self.step, stop, epoch_ends = step, self.signals.should_stop(), step % self.steps_per_epoch == 0
+        every, log_every = self.config["checkpoint_every"], self.config["log_every"]
+        self.progress.advance(self.task)
+        save = stop or step == self.total_steps or (every and step % every == 0)
+        if epoch_ends and not save:  # on a fast machine saving takes as long as an epoch
+            (save,) = utils.broadcast_object_list([time.time() - self.saved > 60])
+        if save or epoch_ends or step % log_every == 0:
+            self.log(learning_rate)
+        if save:
+            self.save(step)
+        if stop:
+            self.exit(128 + stop, f"stopped after step {step}, which is saved: continue with --resume auto")
+
+    def log(self, learning_rate):
+        """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
+        norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
+        ranks = self.accelerator.gather(torch.cat((self.totals, norm[None]))[None]).tolist()  # waits for the device
+        seconds, rate = time.perf_counter() - self.interval_start, None
+        if not math.isfinite(sum(map(sum, ranks))):
+            where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
+            self.exit(1, f"error: loss or weights are not finite {where}, not saved: resume with a lower --lr")
+        *sums, images, _ = map(sum, zip(*ranks, strict=True))
+        if self.logged > self.start:
+            self.images, self.seconds, rate = self.images + int(images), self.seconds + seconds, images / seconds
+        values = means(self.names, [*sums, images])
+        self.totals, self.logged = 0, self.step
+        values |= {"learning_rate": learning_rate, "images_per_second": rate, **self.own_metrics()}
+        self.write("train", values)
+        self.interval_start = time.perf_counter()
+
+    def write(self, event, values):
+        """Put a line into metrics.jsonl, on the screen and to the trackers."""
+        epoch = max(self.step - 1, 0) // self.steps_per_epoch + 1
+        line = json.dumps({"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}) + "\n"
+        self.metrics += line
+        self.file.write(line)
+        values = {name: value for name, value in values.items() if value is not None}
+        self.accelerator.log({f"{event}/{name}": value for name, value in values.items()}, step=self.step)
+        text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
+        self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
+
+    def own_metrics(self):
+        """Return what a recipe adds to every line of metrics of a training, and to the summary."""
+        return {}
+
+    def collect_state(self):
+        """Return what the main process saves: state dicts by name, for each stage of a pipeline."""
+        return [{name: thing.state_dict() for name, thing in self.state.items()}]
+
+    def save(self, step):
+        """Write step-N.pt, which is there whole or not at all, then delete all but the newest `--keep`."""
+        content, problem = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}, None
+        content["states"] = self.collect_state()
+        # A learning rate that is a NumPy number could not be read again without running code.
+        content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
+        directory, name = Path(self.config["output_dir"]), f"step-{step:08}.pt"
+        try:
+            if self.accelerator.is_main_process:
+                with open(directory / "checkpoint.tmp", "wb") as file:
+                    torch.save(content, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(directory / "checkpoint.tmp", directory / name)
+                entry = os.open(directory, os.O_RDONLY)
+                os.fsync(entry)  # or a power failure could undo the rename
+                os.close(entry)
+                for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
+                    old.unlink()
+        except (OSError, RuntimeError) as error:
+            if (directory / "checkpoint.tmp").is_file():
+                (directory / "checkpoint.tmp").unlink()
+            problem = f"error: cannot write {name} ({error.__context__ or error!r}), earlier ones stay: --resume auto"
+        if problem := utils.broadcast_object_list([problem])[0]:
+            self.exit(1, problem)
+        self.saved, self.interval_start = time.time(), time.perf_counter()
+
+    def exit(self, status, message):
+        """End this process before the training is complete, when all others have come here, too."""
+        self.progress.stop()
+        self.accelerator.print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
+        self.accelerator.wait_for_everyone()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        os._exit(status)  # all at the same moment, before the launcher ends those who are still leaving
+
+    def finish(self, test):
+        """Show the results, and write summary.json; one of a complete run that was only evaluated again stays."""
+        self.progress.stop()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
+        peaks, rate = utils.gather_object([peak]), self.images / self.seconds if self.images else None
+        losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
+        results = {"train_loss": losses[-1] if losses else None, **test, **self.own_metrics()}
+        results |= {"images_per_second": rate, "measured_images": self.images, "measured_seconds": self.seconds}
+        results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks}
+        results |= {"seconds": time.time() - self.started}
+        self.show("results", results)
+        path = Path(self.config["output_dir"], "summary.json")
+        if self.accelerator.is_main_process and not (path.exists() and self.start == self.total_steps):
+            path.write_text(json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n")
+
+
+def make_mesh(accelerator, args):
+    """Return the device mesh: one row of processes, or `--replicas` rows, each of which holds the model once."""
+    device, processes = accelerator.device.type, accelerator.num_processes
+    if not distributed.is_initialized():  # Accelerate starts no process group for one process
+        backend = "nccl" if device == "cuda" else "gloo"
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    shape = (processes,) if args.replicas == 1 else (args.replicas, processes // args.replicas)
+    names = ("replicas", "shards")[-len(shape) :]
+    # NCCL has no way to sum, or gather, what is in the hosts' memory.
+    backends = dict.fromkeys(names, "cpu:gloo,cuda:nccl") if args.cpu_offload else None
+    return init_device_mesh(device, shape, mesh_dim_names=names, backend_override=backends)
+
+
+def wait_for_main_process(accelerator):
+    """Wait until the main process has built its model; where it ended with an error, leave the last word to it."""
+    try:
+        accelerator.wait_for_everyone()
+    except RuntimeError as error:
+        exit_with_error(f"the main process has ended ({error!r:.80})")
+
+
+def held_bytes(tensors):
+    """Return how many bytes this process holds for these tensors, of sharded ones with its padding."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
+
+
+def checksum(path):
+    """Return the CRC32 of a file."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 24):
+            value = zlib.crc32(part, value)
+    return value
+
+
+class Shards:
+    """A sharded model and its optimizer, as `Run` wants them: `tensors` are what is sharded, `state_dict` all else."""
+
+    def __init__(self, model, optimizer, device):
+        self.model, self.optimizer, self.device, self.held = model, optimizer, device, {}
+        self.hook = optimizer.register_step_post_hook(self.measure)
+
+    def measure(self, *_):
+        """Once, while there are gradients: the bytes of each kind that this process holds."""
+        self.hook.remove()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        kinds = {"parameter": self.model.parameters(), "gradient": gradients}
+        kinds["optimizer"] = [value for value in states if torch.is_tensor(value)]
+        self.held = {f"{name}_bytes": held_bytes(tensors) for name, tensors in kinds.items()}
+
+    def parameters(self):
+        """Return one tensor as good as all local shards to see whether something is not finite: their norm."""
+        return [torch.nn.utils.get_total_norm([p.to_local() for p in self.model.parameters()]).to(self.device)]
+
+    def tensors(self):
+        """Return {name: DTensor} of parameters and optimizer states."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in {"parameter": parameter, **self.optimizer.state[parameter]}.items():
+                if isinstance(value, DTensor):
+                    found[f"{name}/{key}"] = value
+        return found
+
+    def state_dict(self):
+        optimizer = self.optimizer.state_dict()
+        for index, state in optimizer["state"].items():
+            optimizer["state"][index] = {key: x for key, x in state.items() if not isinstance(x, DTensor)}
+        return {"buffers": dict(self.model.named_buffers()), "optimizer": optimizer}
+
+    def load_state_dict(self, saved):
+        get_optimizer_state_dict(self.model, self.optimizer)  # has them made, as in the first step
+        states = self.optimizer.state_dict()["state"]
+        for index, state in saved["optimizer"]["state"].items():
+            states[index].update(state)
+        self.optimizer.load_state_dict({**saved["optimizer"], "state": states})
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(saved["buffers"][name])
+        try:
+            dcp.load(self.tensors(), storage_reader=dcp.HuggingFaceStorageReader(saved["folder"]))
+        except CheckpointException as error:
+            raise RuntimeError(*error.failures.values()) from error
+
+
+class ShardedRun(Run):
+    """A run whose checkpoint step-N is a folder: the shards, in a file of each process, and in run.pt all else, with
+    the shards' checksums. Nothing in it is a pickle that could run code."""
+
+    @staticmethod
+    def read(path):
+        checkpoint = Run.read(Path(path, "run.pt"))
+        files = sorted(Path(path).glob("*.safetensors"))
+        with ThreadPoolExecutor() as pool:
+            found = dict(zip([file.name for file in files], pool.map(checksum, files), strict=True))
+        names = found.keys() | checkpoint["checksums"].keys()
+        if damaged := [name for name in sorted(names) if found.get(name) != checkpoint["checksums"].get(name)]:
+            raise ValueError(f"{damaged[0]} is damaged, missing, or not of this checkpoint")
+        checkpoint["states"][0]["model"]["folder"] = str(path)
+        return checkpoint
+
+    def save(self, step):
+        """Write the folder step-N, which is there whole or not at all, then delete all but the newest `--keep`."""
+        content = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}
+        content |= {"states": self.collect_state(), "checksums": {}}
+        content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
+        main, name, problem = self.accelerator.is_main_process, f"step-{step:08}", None
+        directory, mine, names = Path(self.config["output_dir"]), {}, []
+        temporary = directory / "checkpoint.tmp"
+        try:
+            if main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            writer = dcp.HuggingFaceStorageWriter(temporary, save_distributed=True)
+            dcp.save(self.state["model"].tensors(), storage_writer=writer)  # each process its own, to the disk
+            names = sorted(path.name for path in temporary.iterdir())
+            share = names[self.accelerator.process_index :: self.accelerator.num_processes]
+            mine = {name: checksum(temporary / name) for name in share}
+        except (CheckpointException, OSError) as error:
+            failures = getattr(error, "failures", {0: (error,)})
+            problem = f"{next(iter(failures.values()))[0]!r:.200}"
+        answers = utils.gather_object([(problem, names, mine)])
+        problem = next((problem for problem, *_ in answers if problem), None)
+        if not problem and any(names != answers[0][1] for _, names, _ in answers):
+            problem = f"processes see different files: {directory} has to be a directory that all machines share"
+        for answer in answers:
+            content["checksums"] |= answer[2]
+        try:
+            if main and not problem:
+                with open(temporary / "run.pt", "wb") as file:
+                    torch.save(content, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self.sync_directory(temporary)
+                os.replace(temporary, directory / name)
+                self.sync_directory(directory)
+                for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
+                    os.replace(old, temporary)  # deleting takes a while: none is there in part under its name
+                    shutil.rmtree(temporary)
+        except (OSError, RuntimeError) as error:
+            problem = f"{error.__context__ or error!r}"
+        if problem := utils.broadcast_object_list([problem])[0]:
+            if main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self.exit(1, f"error: cannot write {name} ({problem}), earlier ones stay: --resume auto")
+        self.saved, self.interval_start = time.time(), time.perf_counter()
+
+    @staticmethod
+    def sync_directory(path):
+        entry = os.open(path, os.O_RDONLY)
+        os.fsync(entry)  # or a power failure could undo what was renamed in it
+        os.close(entry)
+
+    def finish(self, test):
+        held = utils.gather_object([self.state["model"].held])
+        by_rank = {f"rank_{name}": [one[name] for one in held] for name in held[0]}
+        super().finish({**test, **by_rank})
+
+
+def exit_with_error(message):
+    """Say in one line, from one process per node, what is wrong and what to do instead; exit with status 2."""
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        time.sleep(60)  # the launcher stops everybody once one process has left: let the one that speaks be first
+    print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)  # without the tear-down, in which gloo may abort
+
+
+def parse_args(**own_flags):
+    """Return the flags that all recipes have, and a recipe's own: {name: options of add_argument}."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = exit_with_error
+
+    def add(name, help, **options):
+        default = "" if options.get("default") is None else " (default: %(default)s)"
+        parser.add_argument(name, help=help + default, **options)
+
+    add("--data", "synthetic needs no files, no network", choices=("cifar10", "synthetic"), default="cifar10")
+    add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data")
+    add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
+    add("--stem", "of resnet50: 3x3, or ImageNet's 7x7", choices=("cifar", "imagenet"), default="cifar")
+    add("--weights", "start from model.safetensors, or a state dict as torchvision's", metavar="PATH")
+    add("--epochs", "passes over the training set; 0 only evaluates", type=int, default=30)
+    add("--max-steps", "stop after this many optimizer steps", type=int)
+    add("--batch-size", "samples per process and microbatch", type=int, default=128)
+    add("--lr", "peak learning rate per 128 samples of global batch", type=float, default=0.02)
+    add("--seed", "of weights, order and augmentation", type=int, default=0)
+    for name, options in own_flags.items():
+        add(f"--{name.replace('_', '-')}", **options)
+    add("--cpu", "do not use the GPUs: processes on CPU cores, over gloo", action="store_true")
+    add("--output-dir", "for checkpoints, metrics, summary and weights", default=f"runs/{RECIPE}")
+    add("--checkpoint-every", "optimizer steps between checkpoints, besides those at epochs' ends", type=int)
+    add("--keep", "how many checkpoints to keep", type=int, default=2)
+    add("--resume", "resume from a checkpoint; auto: the newest in the output directory", metavar="{auto,PATH}")
+    add("--log-every", "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)", type=int)
+    add("--tracker", "where metrics go, too", choices=[tracker.value for tracker in get_available_trackers()])
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        low, flag = -1 if name == "epochs" or parser.get_default(name) == 0 else 0, f"--{name.replace('_', '-')}"
+        if type(value) in (int, float) and not low < value < 2**32:
+            exit_with_error(f"argument {flag}: {value}, choose a number above {low} and below {2**32}")
+    try:
+        os.makedirs(args.output_dir, exist_ok=True)
+        if int(os.environ.get("RANK", 0)) == 0:  # two runs in one directory would destroy each other's checkpoints
+            lock = os.open(Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT)  # held until this process ends
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                owner = os.read(lock, 99).decode().strip()
+                exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
+    except OSError as error:
+        exit_with_error(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another")
+    checkpoints = list(Path(args.output_dir).glob(PATTERN))
+    restarts = [int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    if checkpoints and any(restarts):  # --max_restarts after a process died, or Slurm's requeue
+        args.resume = "auto"
+    if checkpoints and not args.resume:
+        exit_with_error(f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir")
+    return args
+
+
+def make_accelerator(args, mixed_precision, *handlers):
+    """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
+    where the launcher was told something that this recipe does not do."""
+    if args.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
+    rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+    gpus, cuda = torch.cuda.device_count(), torch.version.cuda
+    if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        exit_with_error("this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without")
+    if gpus and not torch.cuda.is_available():
+        exit_with_error(f"the GPU driver is too old for CUDA {cuda}: update it, or install a torch for an older CUDA")
+    if 0 < gpus < processes:
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
+    if gpus:
+        capability = torch.cuda.get_device_capability(rank)
+        kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in torch.cuda.get_arch_list()]
+        if not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
+            sm = "sm_{}{}".format(*capability)
+            exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
+        torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
+    else:  # share the cores: the launcher would leave each process one thread
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // processes))
+    args.log_every = args.log_every or (50 if gpus else 10)
+    ours = [mixed_precision, str(getattr(args, "accumulation_steps", 1)), "no", "false", "false", "false", "false"]
+    names = "MIXED_PRECISION GRADIENT_ACCUMULATION_STEPS DYNAMO_BACKEND USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM"
+    for name, our in zip((names + " USE_PARALLELISM_CONFIG").split(), ours, strict=True):
+        told = os.environ.get(f"ACCELERATE_{name}", our).lower()
+        if told not in ("no", our):
+            exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
+    if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
+        family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own = probe.getsockname()[0]
+        interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
+    timeout = timedelta(hours=2)  # for whoever waits for the main process's download
+    if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
+        # The launcher's store still has the addresses of the processes that died: keep the new ones from dialling them.
+        store, rank, world_size = next(distributed.rendezvous("env://"))
+        store = distributed.PrefixStore(f"attempt {attempt}", store)
+        distributed.init_process_group("nccl" if gpus else "gloo", None, timeout, world_size, rank, store)
+    data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: not the order of the next seed
+    accelerator = Accelerator(
+        cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
+        mixed_precision=mixed_precision,
+        log_with=args.tracker,
+        project_dir=args.output_dir,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed),
+        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timeout), *handlers],
+    )
+    launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)
+    if launched != (seen := accelerator.num_processes):
+        exit_with_error(f"{launched} processes were started, this one sees {seen}: start them with accelerate launch")
+    return accelerator
+
+
+class ImageTensors(Dataset):
+    """Images as one tensor on the device; one indexing operation selects, crops, flips and normalises a whole batch.
+
+    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,) int64 out. With
+    `augmentation_seed`: zero padding by 4, a random crop back to H x W, and a horizontal flip with probability 1/2.
+    """
+
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, images, labels, device, augmentation_seed=None):
+        self.labels, self.seed, self.size = labels.to(device), augmentation_seed, images.shape[1:3]
+        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.padding = 0 if augmentation_seed is None else 4
+        self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def set_epoch(self, epoch):
+        """Draw crop and flip of every sample from (seed, epoch, index) alone, whichever process holds it."""
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(random.Random(f"{self.seed}/{epoch}").getrandbits(32))
+            offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
+            self.augmentation[:] = torch.cat((offsets, torch.randint(2, (1, len(self)), generator=generator)))
+
+    def __getitems__(self, indices):
+        index = torch.tensor(indices).to(self.labels.device, non_blocking=True)
+        top, left, flip = self.augmentation[:, index, None]
+        rows, columns = (torch.arange(size, device=index.device) for size in self.size)
+        columns = left + torch.where(flip == 1, columns.flip(0), columns)
+        images = self.images[index[:, None, None], (top + rows)[:, :, None], columns[:, None, :]]
+        mean, std = self.statistics
+        return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2), self.labels[index]
+
+
+def cifar10(directory, train):
+    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it: (N, 32, 32, 3), (N,)."""
+    try:
+        dataset = torchvision.datasets.CIFAR10(directory, train=train, download=True)
+    except (OSError, RuntimeError) as error:
+        exit_with_error(f"no intact CIFAR-10 in --data-dir {directory}, no download ({error}): or use --data synthetic")
+    return torch.from_numpy(dataset.data), torch.tensor(dataset.targets)
+
+
+def synthetic_images(samples, seed):
+    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
+    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (samples,), generator=generator)
+    noise = torch.randn(samples, 32, 32, 3, generator=generator)
+    return (128 + 32 * patterns[labels] + 48 * noise).clamp(0, 255).byte(), labels
+
+
+if __name__ == "__main__":
+    main()
