@@ -57,17 +57,20 @@ def others():
 
 
 def committed(path):
-    """Return a file's text in git's last commit; empty where there is none."""
-    command = ["git", "-C", path.parent, "show", f"HEAD:./{path.name}"]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    """Return a file's texts in the last thirty commits that changed it; none where there is no git."""
+
+    def git(*words):
+        return subprocess.run(["git", "-C", path.parent, *words], capture_output=True, text=True).stdout
+
+    return [git("show", f"{commit}:./{path.name}") for commit in git("log", "-30", "--format=%H", path.name).split()]
 
 
 if __name__ == "__main__":
-    stale = blocks(committed(REFERENCE))
+    stale = [blocks(text) for text in committed(REFERENCE)]
     for recipe in others():
         text = recipe.read_text()
         for name, mine, theirs in shared(recipe):
-            if mine not in (theirs, stale.get(name)):
+            if mine not in (theirs, *(reference.get(name) for reference in stale)):
                 sys.exit(
                     f"{recipe.name}: {name} was edited here and not in {REFERENCE.name}. Make the change there, or "
                     f"undo it here (git checkout), or give the block a name of its own; nothing more was copied."
