@@ -541,6 +541,8 @@ class Run:
         self.accelerator.wait_for_everyone()
         for tracker in self.accelerator.trackers:
             tracker.finish()
+        for worker in active_children():  # of a forkserver, they would not notice
+            worker.kill()
         os._exit(status)  # all at the same moment, before the launcher ends those who are still leaving
 
     def finish(self, test):

@@ -43,7 +43,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 
 import accelerate
