@@ -8,7 +8,13 @@ import pytest
 from conftest import ROOT
 from sync import others, shared, unmet
 
-SHARED_BLOCKS = {"amp_cifar": 25, "data_parallel_cifar": 25, "pipeline_cifar": 22, "plain_ddp_cifar": 1, "sharded_cifar": 24}
+SHARED_BLOCKS = {
+    "amp_cifar": 25,
+    "data_parallel_cifar": 25,
+    "pipeline_cifar": 22,
+    "plain_ddp_cifar": 1,
+    "sharded_cifar": 24,
+}
 
 
 def test_every_recipe_is_counted():
