@@ -1,5 +1,6 @@
 """What the tests share: the recipes as modules, and the real `accelerate launch` on real processes."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -82,36 +83,55 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
-def forked(runs, directory, **env):
-    """Exit codes and output of runs that need no launcher; see programs/forked.py."""
-    Path(directory, "runs.json").write_text(json.dumps(runs, default=str))
-    program = [sys.executable, ROOT / "tests/programs/forked.py", "runs.json", "answer.json"]
-    run(program, cwd=directory, **PROGRAMS, **env)
-    return json.loads(Path(directory, "answer.json").read_text())
+@functools.cache
+def fork_server():
+    program = [sys.executable, ROOT / "tests/programs/forked.py"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(program, env={**os.environ, **PROGRAMS}, **pipes)
 
 
-def train_forked(tmp_path, *runs):
-    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a launcher."""
-    described = [
-        {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags], "plain": True}
-        for processes, recipe, flags in runs
-    ]
-    directories = [tmp_path / str(index) for index in range(len(runs))]
-    for one, directory in zip(described, directories, strict=True):
-        one["directory"] = directory
-    for codes, output in forked(described, tmp_path):
+def pytest_sessionfinish():
+    if fork_server.cache_info().currsize:
+        fork_server().communicate()
+
+
+def forked(runs, directory, together=1, **env):
+    """[exit codes by rank, output] of each of these runs, which need no launcher; see programs/forked.py."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    request = {"runs": runs, "directory": directory, "together": together, "env": env}
+    server = fork_server()
+    server.stdin.write(json.dumps(request, default=str) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "programs/forked.py has ended"
+    return json.loads(answer)
+
+
+def train_forked(directory, *runs, together=2, **env):
+    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a launcher; {...} at the
+    end of a run is for programs/forked.py."""
+    described = []
+    for index, (processes, recipe, flags, *more) in enumerate(runs):
+        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags], "plain": True}
+        described.append({**one, "directory": Path(directory, str(index)), **(more[0] if more else {})})
+    results = []
+    for one, (codes, output) in zip(described, forked(described, directory, together, **env), strict=True):
         assert set(codes) == {0}, output
-    return [SimpleNamespace(**outputs(directory)) for directory in directories]
+        results.append(SimpleNamespace(output=output, directory=one["directory"], **outputs(one["directory"])))
+    return results
 
 
 def control_characters(text):
     return re.findall(r"[^\x20-\x7e\n]", text)
 
 
-def answer(program, processes, tmp_path):
+def answer(program, processes, directory):
     """What a program under tests/programs writes when so many processes run it."""
-    launch(processes, ROOT / f"tests/programs/{program}.py", tmp_path / "answer.json", **PROGRAMS)
-    return json.loads((tmp_path / "answer.json").read_text())
+    flags = [Path(directory, f"{program}-{processes}.json")]
+    run = {"processes": processes, "script": ROOT / f"tests/programs/{program}.py", "flags": flags}
+    ((codes, output),) = forked([{**run, "directory": directory}], directory, **PROGRAMS)
+    assert set(codes) == {0}, output
+    return json.loads(flags[0].read_text())
 
 
 def the_error_line(process):

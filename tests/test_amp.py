@@ -1,29 +1,14 @@
 """Mixed precision: what was asked for is what happens, and a gradient that overflows harms nothing."""
 
+import json
+
 import pytest
 import torch
-from conftest import (
-    ACCELERATE,
-    CONFIGS,
-    REAL_DATA,
-    ROOT,
-    answer,
-    needs_real_data,
-    run,
-    the_error_line,
-    train,
-    train_forked,
-)
+from conftest import ACCELERATE, CONFIGS, ROOT, answer, forked, run, the_error_line, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/amp_cifar.py"
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "2", "--log-every", "1"]
-
-
-def config_with(precision, tmp_path):
-    path = tmp_path / f"{precision}.yaml"
-    path.write_text(CONFIGS[1].read_text().replace("mixed_precision: 'no'", f"mixed_precision: '{precision}'"))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +24,8 @@ def test_an_overflow_skips_one_step_halves_the_scale_and_leaves_weights_and_sche
     assert overflow["moved"] == 0
     rates = [step["learning_rate"] for step in (first, second, overflow, fourth)]
     assert rates == pytest.approx([1 / 2, 1 / 3, 1 / 3, 1 / 4])
+    for step, scale, skipped in ((first, 1024, 0), (second, 1024, 0), (overflow, 512, 1), (fourth, 512, 1)):
+        assert step["told"] == {"loss_scale": scale, "skipped_steps": skipped}
 
 
 def test_clipping_acts_on_the_unscaled_norm(scaled):
@@ -48,44 +35,56 @@ def test_clipping_acts_on_the_unscaled_norm(scaled):
     assert norms["0.01"] == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_precision_asked_for_is_the_one_used(precision, tmp_path):
-    amp = (1, "amp_cifar", ["--precision", precision, "--max-steps", 5])
-    result, reference = train_forked(tmp_path, amp, (1, "ddp_cifar", ["--max-steps", 5]))
-    losses, expected = ([line["loss"] for line in run.train] for run in (result, reference))
-    assert result.summary["precision"] == precision
-    assert (losses == expected) == (precision == "fp32")
-    assert losses == pytest.approx(expected, abs=0.01)
-    assert result.summary["loss_scale"] == 1 and result.summary["skipped_steps"] == 0
-    assert all(value.dtype == torch.float32 for value in load_file(result.weights).values())
-
-
-def test_the_command_line_wins_over_the_config_and_the_panel_says_so(tmp_path):
-    launch = [ACCELERATE, "launch", "--config_file", config_with("fp16", tmp_path), RECIPE, *FLAGS]
-    process = run([*launch, "--precision", "bf16"], cwd=tmp_path)
-    assert "precision: bf16\n" in process.stdout
-    assert "precision_chosen: by --precision, over the config's fp16\n" in process.stdout
+def test_the_precision_asked_for_is_the_one_used(tmp_path):
+    flags = ["--max-steps", 5]
+    runs = [(1, "amp_cifar", [*flags, "--precision", precision]) for precision in ("fp32", "bf16")]
+    fp32, bf16, reference = train_forked(tmp_path, *runs, (1, "ddp_cifar", flags))
+    for precision, result in (("fp32", fp32), ("bf16", bf16)):
+        losses, expected = ([line["loss"] for line in run.train] for run in (result, reference))
+        assert result.summary["precision"] == precision
+        assert (losses == expected) == (precision == "fp32")
+        assert losses == pytest.approx(expected, abs=0.01)
+        assert result.summary["loss_scale"] == 1 and result.summary["skipped_steps"] == 0
+        assert all(value.dtype == torch.float32 for value in load_file(result.weights).values())
 
 
 def test_the_config_wins_over_the_default(tmp_path):
-    launch = [ACCELERATE, "launch", "--config_file", config_with("bf16", tmp_path), RECIPE, *FLAGS]
-    assert "precision_chosen: by the config\n" in run(launch, cwd=tmp_path).stdout
-
-
-@pytest.mark.parametrize("flags", [["--precision", "fp16"], []])
-def test_fp16_without_a_gpu_is_refused(flags, tmp_path):
-    launch = [ACCELERATE, "launch", "--config_file", config_with("no" if flags else "fp16", tmp_path), RECIPE, *FLAGS]
-    line = the_error_line(run([*launch, *flags], cwd=tmp_path, check=False))
+    """Not bf16, which is the default here: the config's fp16 cannot be had on CPU, and the launcher passes it on."""
+    path = tmp_path / "fp16.yaml"
+    path.write_text(CONFIGS[1].read_text().replace("mixed_precision: 'no'", "mixed_precision: 'fp16'"))
+    launch = [ACCELERATE, "launch", "--config_file", path, RECIPE, *FLAGS]
+    line = the_error_line(run(launch, cwd=tmp_path, check=False))
     assert line == "amp_cifar: error: fp16 needs a GPU, on CPU choose --precision bf16"
 
 
-@needs_real_data
-def test_bf16_follows_fp32_over_a_hundred_steps_of_cifar10(tmp_path):
-    flags = ["--data", "cifar10", "--data-dir", REAL_DATA, "--max-steps", 100, "--batch-size", 64, "--lr", 0.2]
-    bf16, fp32 = (
-        train(2, tmp_path / precision, *flags, "--precision", precision, recipe="amp_cifar")
-        for precision in ("bf16", "fp32")
-    )
-    losses, expected = ([line["loss"] for line in run.train] for run in (bf16, fp32))
-    assert len(losses) == 100 and expected[-1] < expected[0] - 0.2
-    assert losses == pytest.approx(expected, abs=0.02)
+CHOICES = {  # what the launcher says by ACCELERATE_MIXED_PRECISION, the flags, what is told
+    "config": ("bf16", [], "by the config"),
+    "default": ("no", [], "by default"),
+    "flag": ("no", ["--precision", "bf16"], "by --precision"),
+    "flag over config": ("fp16", ["--precision", "bf16"], "by --precision, over the config's fp16"),
+    "fp16 without a GPU": ("no", ["--precision", "fp16"], "error: fp16 needs a GPU, on CPU choose --precision bf16\n"),
+    "fp8": ("fp8", [], "error: mixed_precision fp8 in the config: choose --precision bf16 or fp16\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    directory, runs = tmp_path_factory.mktemp("chosen"), []
+    for case, (config, flags, _) in CHOICES.items():
+        flags = [*FLAGS, "--output-dir", case, *flags]
+        run = {"processes": 1, "script": RECIPE, "directory": directory, "flags": flags}
+        runs.append({**run, "env": {"ACCELERATE_MIXED_PRECISION": config}})
+    answers = dict(zip(CHOICES, forked(runs, directory, together=2), strict=True))
+    return {case: (directory / case, *answer) for case, answer in answers.items()}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_who_chose_the_precision_is_told(chosen, case):
+    directory, codes, output = chosen[case]
+    told = CHOICES[case][2]
+    assert codes == [2 if told.startswith("error") else 0], output
+    if told.startswith("error"):
+        assert output == f"amp_cifar: {told}"
+    else:
+        assert output.count("  precision: bf16\n") == output.count(f"  precision_chosen: {told}\n") == 1
+        assert json.loads((directory / "summary.json").read_text())["precision_chosen"] == told

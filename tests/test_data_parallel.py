@@ -1,32 +1,30 @@
 """The DataParallel baseline against ddp_cifar.py on one process."""
 
 import copy
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, launch, load, run, the_error_line, train_forked
+from conftest import ROOT, forked, load, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/data_parallel_cifar.py"
-FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "1"]
+FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 1]
 
 
-@pytest.mark.parametrize("model", [["simple_cnn"], ["resnet50", "--stem", "imagenet", "--batch-size", 16]])
-def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(model, tmp_path):
-    flags = ["--model", *model, "--epochs", 3, "--max-steps", 5, "--accumulation-steps", 2]
-    result, reference = train_forked(tmp_path, (1, "data_parallel_cifar", flags), (1, "ddp_cifar", flags))
-    assert len(result.train) == 5
-    assert [line["loss"] for line in result.train] == [line["loss"] for line in reference.train]
-    weights, expected = load_file(result.weights), load_file(reference.weights)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert result.summary["global_batch_size"] == reference.summary["global_batch_size"]
-
-
-def test_the_panel_says_that_it_passes_through_on_cpu(tmp_path):
-    process = run([sys.executable, RECIPE, *FLAGS], cwd=tmp_path)
-    assert "replicas: none, without GPUs DataParallel only passes the batch through to the model\n" in process.stdout
+def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):
+    flags = ["--max-steps", 4, "--accumulation-steps", 2, "--epochs", 3, "--batch-size"]
+    kinds = [[128], [16, "--model", "resnet50", "--stem", "imagenet"]]
+    runs = [(1, recipe, [*flags, *kind]) for kind in kinds for recipe in ("data_parallel_cifar", "ddp_cifar")]
+    results = train_forked(tmp_path, *runs)
+    assert "replicas: none, without GPUs DataParallel only passes the batch through to the model\n" in results[0].output
+    for result, reference in zip(results[::2], results[1::2], strict=True):
+        assert len(result.train) == 4
+        assert [line["loss"] for line in result.train] == [line["loss"] for line in reference.train]
+        weights, expected = load_file(result.weights), load_file(reference.weights)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        assert result.summary["global_batch_size"] == reference.summary["global_batch_size"]
+        assert result.summary["test_loss"] == reference.summary["test_loss"]
 
 
 def test_the_panel_says_how_the_batch_is_divided():
@@ -37,14 +35,15 @@ def test_the_panel_says_how_the_batch_is_divided():
     assert recipe.describe_replicas(model, 6) == "3 GPUs with 2 + 2 + 2 samples of each batch"
 
 
-def test_several_processes_are_refused(tmp_path):
-    line = the_error_line(launch(2, RECIPE, *FLAGS, cwd=tmp_path, check=False))
-    assert "1gpu.yaml" in line and "ddp_cifar.py" in line
-
-
-def test_gpus_that_are_not_there_are_refused(tmp_path):
-    process = run([sys.executable, RECIPE, *FLAGS, "--gpus", "0,77"], cwd=tmp_path, check=False)
-    assert "--gpus" in the_error_line(process)
+def test_several_processes_and_gpus_that_are_not_there_are_refused(tmp_path):
+    common = {"processes": 1, "script": RECIPE, "directory": tmp_path}
+    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    runs = [{**common, "flags": FLAGS, "env": launched}, {**common, "flags": [*FLAGS, "--gpus", "0,77"]}]
+    (codes, several), (other_codes, absent) = forked(runs, tmp_path, together=2)
+    assert codes == other_codes == [2]
+    assert several.startswith("data_parallel_cifar: error: ") and several.count("\n") == 1
+    assert "1gpu.yaml" in several and "ddp_cifar.py" in several
+    assert absent.startswith("data_parallel_cifar: error: argument --gpus: 0,77 ") and absent.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -54,8 +53,8 @@ def test_gradients_of_the_replicas_are_those_of_one_device():
     args = type("Args", (), {"model": "simple_cnn", "stem": "cifar"})
     single = recipe.build_model(args).cuda()
     parallel = torch.nn.DataParallel(copy.deepcopy(single))
-    images, labels = torch.randn(64, 3, 32, 32).cuda(), torch.randint(10, (64,)).cuda()
+    batch = torch.randn(64, 3, 32, 32).cuda(), torch.randint(10, (64,)).cuda()
     for model in (single, parallel):
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        recipe.mean_loss(recipe.compute_loss(model, batch)).backward()
     for value, expected in zip(parallel.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(value.grad, expected.grad, rtol=1e-4, atol=1e-6)

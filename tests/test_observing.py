@@ -1,48 +1,85 @@
-"""Looking at a run: --tracker, --profile, and --eval-only, which measures a checkpoint and touches nothing."""
-
-import json
-import re
+"""Looking at a run: --tracker, and --epochs 0, which evaluates weights, or a checkpoint that it does not touch."""
 
 import pytest
-from conftest import ROOT, launch, train
+import torch
+from conftest import ROOT, forked, train_forked
+from safetensors.torch import load_file, save_file
 
-FLAGS = ["--max-steps", 10, "--batch-size", 32, "--seed", 3]
-
-
-@pytest.fixture(scope="module", params=["ddp_cifar", "pipeline_cifar"])
-def observed(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    observers = ["--tracker", "tensorboard", "--profile"]
-    return request.param, directory, train(2, directory, *FLAGS, *observers, recipe=request.param)
+FLAGS = ["--max-steps", 6, "--epochs", 2, "--batch-size", 64, "--seed", 3]
+BASE = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
+RECIPES = {"ddp_cifar": 2, "pipeline_cifar": 2, "data_parallel_cifar": 1, "amp_cifar": 1}
 
 
-def test_tensorboard_has_the_lines_of_metrics(observed):
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    runs = [(processes, recipe, [*FLAGS, "--tracker", "tensorboard"]) for recipe, processes in RECIPES.items()]
+    return dict(zip(RECIPES, train_forked(tmp_path_factory.mktemp("observed"), *runs), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar"])
+def test_tensorboard_has_the_lines_of_metrics(observed, recipe):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
-    recipe, directory, result = observed
-    events = loading.EventAccumulator(str(directory / recipe)).Reload()
+    result = observed[recipe]
+    events = loading.EventAccumulator(str(result.directory / recipe)).Reload()
     for event, lines in (("train", result.train), ("evaluation", result.evaluations)):
-        for name in lines[-1].keys() - {"event", "step"}:
+        names = lines[-1].keys() - {"event", "step", "epoch", "time"}
+        assert names == {tag.partition("/")[2] for tag in events.Tags()["scalars"] if tag.startswith(f"{event}/")}
+        for name in names:
             tracked = {scalar.step: scalar.value for scalar in events.Scalars(f"{event}/{name}")}
             assert tracked == pytest.approx({line["step"]: line[name] for line in lines if line[name] is not None})
 
 
-def test_a_trace_of_three_steps_of_every_rank(observed):
-    _, directory, _ = observed
-    assert len(list(directory.glob("trace-rank-*.json"))) == 2
-    for rank in (0, 1):
-        events = json.loads((directory / f"trace-rank-{rank}.json").read_text())["traceEvents"]
-        names = [event.get("name", "") for event in events]
-        assert sum(name.startswith("ProfilerStep#") for name in names) == 3
-        assert any("conv" in name for name in names)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_epochs_evaluate_weights_and_a_checkpoint_and_touch_nothing(observed, recipe, tmp_path):
+    result = observed[recipe]
+    before = {path: path.read_bytes() for path in result.directory.rglob("*") if path.is_file()}
+    flags = ["--epochs", 0, "--batch-size", 64, "--seed", 3, "--weights", result.weights]
+    evaluated, untrained = train_forked(tmp_path, *((RECIPES[recipe], recipe, line) for line in (flags, flags[:-2])))
+    (line,) = evaluated.evaluations
+    assert evaluated.train == [] and evaluated.summary["train_loss"] is None
+    for name in ("test_loss", "test_accuracy", "samples"):
+        assert line[name] == evaluated.summary[name] == result.summary[name]
+    assert untrained.summary["test_loss"] != evaluated.summary["test_loss"]
+    assert {path: path.read_bytes() for path in result.directory.rglob("*") if path.is_file()} == before
 
 
-def test_evaluating_a_checkpoint_touches_nothing(observed, tmp_path):
-    recipe, directory, result = observed
-    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", *FLAGS]
-    flags += ["--output-dir", directory, "--eval-only", "--resume", "auto"]
-    output = launch(2, ROOT / f"recipes/{recipe}.py", *flags).stdout
-    (test,) = result.evaluations
-    (shown,) = re.findall(r"epoch 1 step 10 (test loss .*)", output)
-    assert shown == f"test loss {test['test_loss']:.3f} test accuracy {test['test_accuracy']:.2%} of 1,024 samples"
-    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+def test_weights_are_what_training_starts_from_as_far_as_they_fit(observed, tmp_path):
+    """Where the head is another task's, the first layers are the file's and the head is the seed's."""
+    weights = load_file(observed["ddp_cifar"].weights)
+    head = [name for name, value in weights.items() if value.shape[0] == 10]
+    other = {name: torch.zeros(7, *value.shape[1:]) if name in head else value for name, value in weights.items()}
+    save_file(other, tmp_path / "other.safetensors")
+    torch.save(weights, tmp_path / "weights.pth")
+    flags = ["--max-steps", 1, "--lr", 1e-9, "--batch-size", 64, "--weights"]
+    runs = [(1, "ddp_cifar", [*flags, tmp_path / name]) for name in ("other.safetensors", "weights.pth")]
+    runs += [(2, "pipeline_cifar", [*flags, tmp_path / "other.safetensors"])]
+    fresh = (1, "ddp_cifar", flags[:-1])
+    mine, whole, piped, fresh = train_forked(tmp_path, *runs, fresh)
+    assert all(f"what does not fit: {', '.join(sorted(head))}\n" in result.output for result in (mine, piped))
+    assert "what does not fit: nothing\n" in whole.output
+    for result, is_head in ((mine, fresh), (piped, fresh), (whole, None)):
+        for name, value in load_file(result.weights).items():
+            source = load_file(is_head.weights)[name] if is_head and name in head else weights[name]
+            torch.testing.assert_close(value, source, rtol=0, atol=1e-6)
+
+
+WRONG = {
+    "absent": (["--epochs", 1], "argument --weights: cannot load absent "),
+    "text": (["--epochs", 1], "argument --weights: cannot load text "),
+    "other.safetensors": (["--epochs", 0], "argument --weights: other.safetensors does not fit this model: 0.0.bias, "),
+    "nothing.safetensors": (["--epochs", 1], "argument --weights: nothing.safetensors does not fit this model: "),
+}
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    (tmp_path / "text").write_text("weights")
+    for name, key in (("other", "2.1.weight"), ("nothing", "body.weight")):
+        save_file({key: torch.zeros(7, 128)}, tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
+    common = {"processes": 1, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path}
+    runs = [
+        {**common, "flags": [*BASE, *flags, "--weights", name, "--output-dir", f"runs/{name}"]}
+        for name, (flags, _) in WRONG.items()
+    ]
+    for (name, (_, message)), (codes, output) in zip(WRONG.items(), forked(runs, tmp_path, together=2), strict=True):
+        assert codes == [2], name
+        assert output.startswith("ddp_cifar: error: ") and output.count("\n") == 1 and message in output, output

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch, outputs, run
+from conftest import ROOT, forked, outputs
 
-# The processes that a recipe is launched with.
+# The processes that a recipe is run with.
 RECIPES = {"ddp_cifar": 2, "data_parallel_cifar": 1, "amp_cifar": 2, "pipeline_cifar": 2}
 SCRIPTS = [*RECIPES, "plain_ddp_cifar"]
 
@@ -30,51 +30,108 @@ def test_imports_only_what_pyproject_names(recipe):
 
 
 MINE = """
-def load_data(args, accelerator):
-    def loader(samples):
-        images = torch.rand(samples, 1, 20, 24)
-        labels = (images.mean((1, 2, 3)) > 0.5).long()
-        return DataLoader(torch.utils.data.TensorDataset(images, labels), args.batch_size, shuffle=samples > 50)
+class Noisy(Dataset):
+    def __init__(self, samples):
+        self.inputs = torch.linspace(-1, 1, 12 * samples).view(12, samples).T.sin()
 
-    return loader(96), loader(37)
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        noise = torch.randn(12) * numpy.random.rand() + random.random()
+        return self.inputs[index] + 0.1 * noise, self.inputs[index].cumsum(0)[::4]
+
+
+def load_data(args, accelerator):
+    workers = {"batch_size": args.batch_size, "num_workers": int(os.environ["WORKERS"])}
+    return DataLoader(Noisy(100), shuffle=True, drop_last=True, **workers), DataLoader(Noisy(37), **workers)
 
 
 def build_model(args):
-    return nn.Sequential(nn.Flatten(), nn.Linear(480, 30), nn.ReLU(), nn.Linear(30, 2))
+    return nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3))
+
+
+def compute_loss(model, batch):
+    inputs, targets = batch
+    error = model(inputs) - targets
+    return {"loss": error.square().mean(1), "largest": error.abs().amax(1), "below": error.mean(1) < 0}
 
 
 if __name__ == "__main__":"""
 
 
+@pytest.fixture(scope="module")
+def regressions(tmp_path_factory):
+    """A copy of each recipe, in an empty directory, and another of ddp_cifar.py: one process, no workers."""
+    directory, runs = tmp_path_factory.mktemp("mine"), []
+    for name, recipe, workers in [("alone", "ddp_cifar", 0), *((recipe, recipe, 2) for recipe in RECIPES)]:
+        source = (ROOT / f"recipes/{recipe}.py").read_text()
+        assert source.count('\nif __name__ == "__main__":') == 1
+        script = directory / name / "mine.py"
+        script.parent.mkdir()
+        script.write_text(source.replace('\nif __name__ == "__main__":', MINE))
+        processes = RECIPES[recipe] if workers else 1
+        batch = 32 if recipe == "pipeline_cifar" else 32 // processes
+        flags = ["--cpu", "--epochs", 2, "--log-every", 1, "--lr", 0.5, "--batch-size", batch]
+        flags += ["--precision", "fp32"] if recipe == "amp_cifar" else []
+        run = {"processes": processes, "script": script, "directory": script.parent, "flags": flags}
+        runs.append({**run, "env": {"WORKERS": str(workers)}})
+    for codes, output in forked(runs, directory, together=2, PYTHONPATH=""):
+        assert set(codes) == {0}, output
+    return {
+        run["directory"].name: outputs(run["directory"] / f"runs/{recipe}")
+        for run, recipe in zip(runs, ["ddp_cifar", *RECIPES], strict=True)
+    }
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_trains_a_readers_own_data_and_model_from_an_empty_directory(recipe, tmp_path):
-    """Only `load_data` and `build_model` are replaced: other images, classes and numbers, an ordinary Dataset."""
-    source = (ROOT / f"recipes/{recipe}.py").read_text()
-    assert source.count('\nif __name__ == "__main__":') == 1
-    Path(tmp_path, "mine.py").write_text(source.replace('\nif __name__ == "__main__":', MINE))
-    launch(RECIPES[recipe], "mine.py", "--cpu", "--epochs", 2, "--batch-size", 16, cwd=tmp_path)
-    summary = json.loads(Path(tmp_path, f"runs/{recipe}/summary.json").read_text())
-    assert summary["samples"] == 37 and summary["steps"] == 2 * 96 // summary["global_batch_size"]
+def test_trains_a_readers_own_data_model_and_loss_the_same_in_processes_and_workers(recipe, regressions):
+    """`load_data`, `build_model` and `compute_loss` are replaced: a regression on an ordinary Dataset whose samples are
+    random, made by two workers of each process, against one process without workers."""
+    result, alone = regressions[recipe], regressions["alone"]
+    assert (result["summary"]["samples"], result["summary"]["steps"]) == (37, 6)
+    for event, names in (("train", ("loss", "largest", "below")), ("evaluations", ("test_loss", "test_largest"))):
+        for name in names:
+            values, expected = ([line[name] for line in run[event]] for run in (result, alone))
+            assert len(set(values)) > 1 and values == pytest.approx(expected, abs=1e-5), name
+    assert alone["train"][-1]["loss"] < alone["train"][0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """Every recipe alone in an empty directory, on ResNet-50 where nothing else trains that one."""
+    runs = []
+    for recipe in SCRIPTS:
+        directory = tmp_path_factory.mktemp(recipe)
+        script = directory / f"{recipe}.py"
+        script.write_text((ROOT / f"recipes/{recipe}.py").read_text())
+        flags = ["--data", "synthetic", "--cpu", "--max-steps", 2, "--batch-size", 16, "--stem", "imagenet"]
+        flags += ["--model", MODELS.get(recipe, "simple_cnn")]
+        flags += [] if recipe in RECIPES else ["--world_size", 2, "--workers", 1]
+        runs.append({"processes": RECIPES.get(recipe, 1), "script": script, "directory": directory, "flags": flags})
+        runs[-1]["patience"] = 400
+    answers = forked(runs, directory, together=2, PYTHONPATH="")
+    return {recipe: (run["directory"], *answer) for recipe, run, answer in zip(SCRIPTS, runs, answers, strict=True)}
+
+
+MODELS = {"amp_cifar": "resnet50"}
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
-def test_trains_when_copied_alone_into_an_empty_directory(recipe, tmp_path):
-    Path(tmp_path, f"{recipe}.py").write_text((ROOT / f"recipes/{recipe}.py").read_text())
-    flags = ["--data", "synthetic", "--cpu", "--max-steps", 2, "--batch-size", 16, "--stem", "imagenet"]
-    if recipe in RECIPES:
-        launch(RECIPES[recipe], f"{recipe}.py", *flags, cwd=tmp_path)
-    else:
-        run([sys.executable, f"{recipe}.py", *flags, "--world_size", 2, "--workers", 1], cwd=tmp_path)
-    assert sorted(os.listdir(tmp_path)) in ([f"{recipe}.py", "runs"], ["__pycache__", f"{recipe}.py", "runs"])
-    summary = json.loads(Path(tmp_path, f"runs/{recipe}/summary.json").read_text())
-    assert (summary["recipe"], summary["model"], summary["steps"]) == (recipe, "resnet50", 2)
+def test_trains_when_copied_alone_into_an_empty_directory(recipe, copies):
+    directory, codes, output = copies[recipe]
+    assert set(codes) == {0}, output
+    assert sorted(os.listdir(directory)) in ([f"{recipe}.py", "runs"], ["__pycache__", f"{recipe}.py", "runs"])
+    summary = json.loads(Path(directory, f"runs/{recipe}/summary.json").read_text())
+    model = MODELS.get(recipe, "simple_cnn")
+    assert (summary["recipe"], summary["model"], summary["steps"]) == (recipe, model, 2)
     assert 0 <= summary["test_accuracy"] <= 1 and summary["peak_memory_bytes"] > 2**20 and summary["seconds"] > 0
     assert {"stem", "data", "device", "precision", "world_size", "global_batch_size", "epochs"} <= summary.keys()
     assert {"seed", "train_loss", "images_per_second", "versions"} <= summary.keys()
     if recipe in RECIPES:
-        result = outputs(tmp_path / f"runs/{recipe}")
-        reference = {"event", "epoch", "step", "loss", "accuracy", "learning_rate", "images_per_second"}
+        result = outputs(directory / f"runs/{recipe}")
+        reference = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "images_per_second"}
         own = {"loss_scale", "skipped_steps"} if recipe == "amp_cifar" else set()
         assert result["train"] and all(line.keys() == reference | own for line in result["train"])
-        written = {path.name for path in Path(tmp_path, f"runs/{recipe}").iterdir()}
-        assert written == {"metrics.jsonl", "summary.json", "model.safetensors", "step-00000002.pt"}
+        written = {path.name for path in Path(directory, f"runs/{recipe}").iterdir()}
+        assert written == {"metrics.jsonl", "summary.json", "model.safetensors", "step-00000002.pt", "run.lock"}

@@ -1,7 +1,8 @@
-"""Launched by test_training.py: is the gradient that DDP applies the mean over the ranks' shards?
+"""Run by test_training.py: is the gradient that DDP applies the mean over the ranks' microbatches?
 
-Every rank takes its shard of one batch through the recipe's ResNet-50, once by the recipe's own `train_step` in the
-prepared model, and once per shard in an unprepared copy. Writes the largest deviation to argv[1].
+Every rank takes its two microbatches of one step through the recipe's ResNet-50, by the recipe's own `train_step` in
+the prepared model; a copy takes all of them one by one. In float64: at its start the network turns a rounding error of
+float32 into a hundredth of its gradient. Writes the largest deviation, and the largest gradient, to argv[1].
 """
 
 import copy
@@ -16,30 +17,31 @@ from conftest import load
 from torch.nn import functional as F
 
 recipe = load("recipes/ddp_cifar.py")
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+ranks, mine = accelerator.num_processes, accelerator.process_index
 torch.manual_seed(0)
-args = SimpleNamespace(model="resnet50", stem="imagenet")
-plain = recipe.build_model(args)
+plain = recipe.build_model(SimpleNamespace(model="resnet50", stem="imagenet")).double()
 for block in plain.modules():  # the zero-initialised scales would hide most of the network from the gradient
     if getattr(block, "weight", None) is not None and block.weight.dim() == 1:
         torch.nn.init.ones_(block.weight)
 reference = copy.deepcopy(plain)
-images, labels = recipe.synthetic_images(8 * accelerator.num_processes, seed=4)
-shards = list(zip(images.permute(0, 3, 1, 2).div(255).split(8), labels.split(8), strict=True))
-
+images, labels = recipe.synthetic_images(8 * ranks, seed=4)
+images = images.permute(0, 3, 1, 2).double().div(255)
+microbatches = list(zip(images.split(4), labels.split(4), strict=True))
 initial = copy.deepcopy(plain.state_dict())
 optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)  # so that the update is the gradient itself
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 model, optimizer = accelerator.prepare(plain, optimizer)
 model.train()
-recipe.train_step(accelerator, model, optimizer, scheduler, *shards[accelerator.process_index])
-applied = {name: initial[name] - value.detach() for name, value in accelerator.unwrap_model(model).named_parameters()}
-
-for shard_images, shard_labels in shards:
-    (F.cross_entropy(reference(shard_images), shard_labels) / len(shards)).backward()
-largest = max(gradient.grad.abs().max().item() for gradient in reference.parameters())
-deviation = max((applied[name] - value.grad).abs().max().item() for name, value in reference.named_parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+for part in microbatches[2 * mine : 2 * mine + 2]:
+    recipe.train_step(accelerator, model, optimizer, scheduler, part)
 if accelerator.is_main_process:
+    for x, y in microbatches:
+        (F.cross_entropy(reference(x), y) / len(microbatches)).backward()
+    pairs = [(initial[name] - plain.state_dict()[name], value.grad) for name, value in reference.named_parameters()]
+    deviation = max((applied - expected).abs().max().item() for applied, expected in pairs)
+    largest = max(expected.abs().max().item() for _, expected in pairs)
     Path(sys.argv[1]).write_text(json.dumps({"deviation": deviation, "largest": largest}))
+accelerator.wait_for_everyone()
 accelerator.free_memory()
 accelerator.end_training()

@@ -1,6 +1,7 @@
-"""Launched by test_training.py: evaluate test sets of many sizes, most of which divide nothing.
+"""Run by test_training.py: evaluate test sets of many sizes, most of which divide nothing.
 
-Writes {size: [what the recipe's `evaluate` says over all ranks, what a loop in one process says]} to argv[1].
+Writes {size: [what the recipe's `evaluate` says over all ranks, what one formula over all samples says]} to argv[1],
+with samples that count equally and with weights.
 """
 
 import json
@@ -14,20 +15,34 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 recipe = load("recipes/ddp_cifar.py")
+unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = torch.nn.Linear(5, 10)
-answers, interruption = {}, recipe.Interruption(accelerator)
+answers = {}
+
+
+def weighted(model, batch):
+    images, labels = batch
+    return {**unweighted(model, batch), "weight": labels + 1, "positive": images[:, 0] > 0}
+
+
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     inputs, labels = torch.randn(size, 5), torch.randint(10, (size,))
     prepared, loader = accelerator.prepare(model, DataLoader(TensorDataset(inputs, labels), batch_size=4))
     logits = model(inputs)
+    losses, hits, weight = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels, labels + 1.0
+    direct = {"test_loss": losses.mean().item(), "test_accuracy": hits.double().mean().item(), "samples": size}
+    recipe.compute_loss = unweighted
+    answers[size] = [recipe.evaluate(accelerator, prepared, loader), direct]
     direct = {
-        "test_loss": F.cross_entropy(logits, labels).item(),
-        "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
+        "test_loss": ((losses * weight).sum() / weight.sum()).item(),
+        "test_accuracy": ((hits * weight).sum() / weight.sum()).item(),
+        "test_positive": (((inputs[:, 0] > 0) * weight).sum() / weight.sum()).item(),
         "samples": size,
     }
-    answers[size] = [recipe.evaluate(accelerator, prepared, loader, interruption), direct]
+    recipe.compute_loss = weighted
+    answers[f"{size} weighted"] = [recipe.evaluate(accelerator, prepared, loader), direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared

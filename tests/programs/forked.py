@@ -1,14 +1,21 @@
-"""Several runs of watched.py, or of any script, one after the other, each as its number of processes, no launcher.
-
-    forked.py RUNS.json ANSWER.json
+"""A server that runs watched.py's trainings, or any script, each as its number of processes, without a launcher.
 
 The processes are forked from this one, in the environment that a launcher would give them: with torch imported already,
-fifty trainings take a minute. Answers [exit codes by rank, output] for each run; when a process fails the others have
-five seconds.
+fifty trainings take a minute. conftest.py starts it once and writes to its stdin, in one line of JSON each:
+
+    {"runs": [...], "directory": ..., "env": {...}, "together": how many side by side, each on its share of the cores}
+
+A run has `processes`, and what `train` in watched.py takes, or a `script` with its `flags` and `directory`; `env` of
+its own; `terminal`: its output goes to one; `leave`: the interpreter takes itself down, as it does outside; `patience`
+in seconds, and `grace`, what is left of it when a process has failed: five. The answer, a line on stdout, has
+[exit codes by rank, output] for each.
 """
 
+import contextlib
+import gc
 import json
 import os
+import random
 import runpy
 import signal
 import sys
@@ -18,58 +25,141 @@ import traceback
 from pathlib import Path
 
 import accelerate  # noqa: F401
+import numpy
+import torch
 import torchvision  # noqa: F401
 from conftest import free_port
 from watched import train
 
+HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
+kept = []
 
-def fork(run, rank, port, output):
-    if pid := os.fork():
-        return pid
+
+def work(run, rank, port, request, cores):
+    """What a forked process does."""
     processes = run["processes"]
+    os.environ.clear()
+    os.environ.update({**request["env"], **run.get("env", {})})
     if processes > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         os.environ.update(zip(names, map(str, (rank, rank, processes, processes, port)), strict=True))
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
-    code = 1
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    random.seed()  # all inherit the same generators: nothing may depend on their state
+    numpy.random.seed(random.getrandbits(32))
+    torch.manual_seed(random.getrandbits(32))
     try:
+        os.chdir(request["directory"])
         if "script" in run:
             os.chdir(run["directory"])
-            sys.argv = [run["script"], *run["flags"]]
-            runpy.run_path(run["script"], run_name="__main__")
+            sys.argv = [run["script"], *map(str, run["flags"])]
+            own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            sys.path = [str(Path(run["script"]).parent), *filter(None, own), *(set_aside(sys.path))]
+            kept.append(runpy.run_path(run["script"], run_name="__main__"))
         else:
             train(run)
         code = 0
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code:
+            traceback.print_exc()
+    if run.get("leave") and not code:
+        gc.unfreeze()
+        raise SystemExit
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(1 if code else 0)
 
 
-def execute(run):
-    port = free_port()
-    with tempfile.TemporaryFile() as output:
-        pids = {fork(run, rank, port, output): rank for rank in range(run["processes"])}
-        codes, patience = {}, 120.0
-        while len(codes) < len(pids):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                codes[pids[pid]] = os.waitstatus_to_exitcode(status)
-                if codes[pids[pid]]:
-                    patience = min(patience, 5.0)
+def set_aside(paths):
+    """Return the paths without those of the tests, whose modules are forgotten, too: a script finds what it would find
+    if it had been started alone."""
+    for name in ("conftest", "watched"):
+        sys.modules.pop(name, None)
+    return [path for path in paths if path not in HERE]
+
+
+class Execution:
+    """The processes of one run."""
+
+    def __init__(self, run, request, cores):
+        self.run, self.codes, self.ranks, self.text = run, {}, {}, b""
+        self.master, port = None, free_port()
+        if run.get("terminal"):
+            self.master, slave = os.openpty()
+            os.set_blocking(self.master, False)
+        else:
+            self.file = tempfile.TemporaryFile()
+            slave = self.file.fileno()
+        for rank in range(run["processes"]):
+            if pid := os.fork():
+                self.ranks[pid] = rank
                 continue
-            time.sleep(0.02)
-            patience -= 0.02
-            if patience < 0:
-                for pid, rank in pids.items():
-                    if rank not in codes:
-                        os.kill(pid, signal.SIGKILL)
-                patience = 120.0
-        output.seek(0)
-        return [codes[rank] for rank in sorted(codes)], output.read().decode()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(slave, 1)
+            os.dup2(slave, 2)
+            work(run, rank, port, request, cores)
+        if self.master:
+            os.close(slave)
+        self.deadline = time.monotonic() + run.get("patience", 120)
+
+    def read(self):
+        with contextlib.suppress(OSError):
+            while self.master and (data := os.read(self.master, 65536)):
+                self.text += data
+
+    def ended(self, pid, status):
+        code = self.codes[self.ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if code:
+            self.deadline = min(self.deadline, time.monotonic() + self.run.get("grace", 5))
+
+    def check(self):
+        self.read()
+        if time.monotonic() > self.deadline:
+            for pid in self.ranks:
+                os.kill(pid, signal.SIGKILL)
+            self.deadline += 3600
+
+    def answer(self):
+        if not self.master:
+            self.file.seek(0)
+            self.text = self.file.read()
+            self.file.close()
+        else:
+            os.close(self.master)
+        return [self.codes[rank] for rank in sorted(self.codes)], self.text.decode()
 
 
-Path(sys.argv[2]).write_text(json.dumps([execute(run) for run in json.loads(Path(sys.argv[1]).read_text())]))
+def serve(request):
+    together = request["together"]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    share = max(1, len(cores) // together)
+    free = [cores[slot * share :][:share] or cores[:share] for slot in range(together)]
+    answers, waiting, running = {}, list(enumerate(request["runs"])), {}
+    while waiting or running:
+        while waiting and free:
+            number, run = waiting.pop(0)
+            slot = free.pop()
+            running[number] = slot, Execution(run, request, slot)
+        pid = True
+        while pid and any(execution.ranks for _, execution in running.values()):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            for _, execution in running.values():
+                if pid in execution.ranks:
+                    execution.ended(pid, status)
+        for number, (slot, execution) in list(running.items()):
+            execution.check()
+            if not execution.ranks:
+                answers[number] = execution.answer()
+                free.append(slot)
+                del running[number]
+        time.sleep(0.01)
+    return [answers[number] for number in sorted(answers)]
+
+
+gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
+while line := sys.stdin.readline():
+    answer = json.dumps(serve(json.loads(line)))
+    print(answer, flush=True)
+os._exit(0)

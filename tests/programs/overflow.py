@@ -1,4 +1,4 @@
-"""Launched by test_amp.py: an overflow in the scaled gradients, and clipping, in the recipe's own training step.
+"""Run by test_amp.py: an overflow in the scaled gradients, and clipping, in the recipe's own training step.
 
 The Accelerator gets a GradScaler that works on CPU. Step 2 of 4 has an infinite gradient. Writes for each step the loss
 scale, whether it was skipped, the learning rate, and the norm of the update; and the update's norm when clipped.
@@ -35,7 +35,7 @@ for step in range(4):
     if step == 2:
         handle = model.weight.register_hook(lambda gradient: gradient * torch.inf)
     before = model.weight.detach().clone()
-    recipe.amp_train_step(accelerator, model, optimizer, scheduler, images, labels, None)
+    recipe.train_step(accelerator, model, optimizer, scheduler, (images, labels), None)
     if step == 2:
         handle.remove()
     steps.append(
@@ -43,6 +43,7 @@ for step in range(4):
             "scale": accelerator.scaler.get_scale(),
             "skipped": accelerator.optimizer_step_was_skipped,
             "learning_rate": scheduler.get_last_lr()[0],
+            "told": recipe.loss_scaling(accelerator, scheduler, step + 1),
             "moved": (model.weight - before).norm().item(),
         }
     )
@@ -51,7 +52,7 @@ norms = {}
 for clip_norm in (None, 0.01):
     model, optimizer, scheduler = setup()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    recipe.amp_train_step(accelerator, model, optimizer, scheduler, images, labels, clip_norm)
+    recipe.train_step(accelerator, model, optimizer, scheduler, (images, labels), clip_norm)
     moved = [new - old for new, old in zip(model.parameters(), before, strict=True)]
     norms[str(clip_norm)] = torch.cat([part.flatten() for part in moved]).norm().item()
 Path(sys.argv[1]).write_text(json.dumps({"steps": steps, "norms": norms}))
