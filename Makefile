@@ -12,7 +12,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 minutes = 50000 / (10 * cores) / 60
 print(f"""No GPU on this machine. With the default flags (ResNet-50, CIFAR stem, 30 epochs) training takes
 about {minutes:.0f} minutes per epoch on {cores} CPU core(s), {minutes / 2:.0f} hours in all. Shorter:
-  make demo                                            synthetic data, a minute or two
+  make demo                                            synthetic data, about two minutes
   make train ARGS="--stem imagenet --epochs 1"         the ImageNet stem, a tenth of the time per epoch
   make train ARGS="--model simple_cnn --epochs 2"      two convolutions
 Starting in 10 seconds; Ctrl-C stops.""")
@@ -22,7 +22,7 @@ export NO_GPU
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: a minute and a half on two cores
+demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: about two minutes on two cores
 	rm -rf runs/demo
 	$(LAUNCH)/2gpu.yaml recipes/ddp_cifar.py --data synthetic --stem imagenet --cpu \
 		--epochs 2 --batch-size 32 --output-dir runs/demo

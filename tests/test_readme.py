@@ -105,6 +105,7 @@ def test_mean_and_deviation_over_the_seeds(tmp_path):
     assert " | 0, 1, 2 | 40.0% | 10.0 | 30.0-50.0 | " in epoch_table(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_launch_line_trains(tmp_path):
     """Each with its own processes and flags, on less data; without the launcher, which test_configs.py has, with the
     lines that have no flags."""
