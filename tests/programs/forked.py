@@ -6,9 +6,8 @@ fifty trainings take a minute. conftest.py starts it once and writes to its stdi
     {"runs": [...], "directory": ..., "env": {...}, "together": how many side by side, each on its share of the cores}
 
 A run has `processes`, and what `train` in watched.py takes, or a `script` with its `flags` and `directory`; `env` of
-its own; `terminal`: its output goes to one; `leave`: the interpreter takes itself down, as it does outside; `patience`
-in seconds, and `grace`, what is left of it when a process has failed: five. The answer, a line on stdout, has
-[exit codes by rank, output] for each.
+its own; `terminal`: its output goes to one; `patience` in seconds, and `grace`, what is left of it when a process has
+failed: five. The answer, a line on stdout, has [exit codes by rank, output] for each.
 """
 
 import contextlib
@@ -64,9 +63,6 @@ def work(run, rank, port, request, cores):
         code = error.code if isinstance(error, SystemExit) else 1
         if code:
             traceback.print_exc()
-    if run.get("leave") and not code:
-        gc.unfreeze()
-        raise SystemExit
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if code else 0)
