@@ -266,7 +266,7 @@ class SeededSamples(Dataset):
 def reproducible(loader, seed):
     """Return the loader with its dataset in `SeededSamples`, unless that has a `set_epoch` of its own, to do the same.
     Exit with an error where it cannot be divided among processes, and resumed, exactly."""
-    kinds = type(loader.batch_sampler), type(loader.sampler)
+    kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
     if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
         names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
         exit_with_error(f"load_data: no exact resume with {names}: use a Dataset (or its Subset), batch_size, shuffle")
@@ -295,7 +295,7 @@ def load_weights(accelerator, model, args):
 IGNORED_KEYS = (
     "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume weights world_size batch_size "
     "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions "
-    "holds sync_each_batch activation_checkpointing cpu_offload"
+    "date"
 ).split()
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
@@ -372,7 +372,8 @@ class Run:
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         main, checkpoint, problem = accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
-        config |= {"world_size": accelerator.num_processes, "versions": [torch.__version__, accelerate.__version__]}
+        versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
+        config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
         self.config = config = json.loads(json.dumps({"recipe": RECIPE, **config}, default=float))
         try:
             checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
@@ -589,7 +590,7 @@ def parse_args(**own_flags):
     try:
         os.makedirs(args.output_dir, exist_ok=True)
         if int(os.environ.get("RANK", 0)) == 0:  # two runs in one directory would destroy each other's checkpoints
-            lock = os.open(Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT)  # held until this process ends
+            lock = os.open(Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)  # until this process ends
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):

@@ -284,6 +284,7 @@ LOADERS = {
     "WeightedRandomSampler": "DataLoader(data, 8, sampler=d.WeightedRandomSampler([1.0] * 24, 9)), DataLoader(data, 8)",
     "DistributedSampler": "DataLoader(data, 8, sampler=d.DistributedSampler(data, 2, 0)), DataLoader(data, 8)",
     "Batches": "DataLoader(data, batch_sampler=Batches()), DataLoader(data, 8)",
+    "RandomSubset": "DataLoader(data, batch_sampler=d.BatchSampler(RandomSubset(range(9)), 8, True)), None",
     "Stream": "DataLoader(Stream(), 8), DataLoader(data, 8)",
 }
 LOADER = """
@@ -296,6 +297,10 @@ class Batches:
 
     def __len__(self):
         return 2
+
+
+class RandomSubset(d.SubsetRandomSampler):
+    pass
 
 
 class Stream(d.IterableDataset):

@@ -111,7 +111,8 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     assert (summary["world_size"], summary["global_batch_size"]) == (2, 32)
     assert (summary["epochs"], summary["steps"], summary["steps_per_epoch"], summary["seed"]) == (2, 6, 20, 0)
     assert summary["peak_learning_rate"] == 0.005 and summary["resumed_from"] == 0
-    assert summary["versions"] == [torch.__version__, accelerate.__version__]
+    versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
+    assert summary["versions"] == versions
     assert summary["train_loss"] == resnet_run.train[-1]["loss"]
     assert len(summary["rank_peak_memory_bytes"]) == 2
     assert 100 * 2**20 < summary["peak_memory_bytes"] == max(summary["rank_peak_memory_bytes"]) < 100 * 2**30
