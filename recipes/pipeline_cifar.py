@@ -410,7 +410,7 @@ def load_weights(accelerator, model, args):
 IGNORED_KEYS = (
     "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume weights world_size batch_size "
     "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions "
-    "date"
+    "date holds sync_each_batch activation_checkpointing cpu_offload"
 ).split()
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 

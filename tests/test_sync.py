@@ -35,7 +35,7 @@ def project(tmp_path):
     """The recipes under git, and `make sync` on them: what it prints, its complaint, and the changed files."""
     for name in ("recipes", "tests"):
         (tmp_path / name).mkdir()
-    for name in ("recipes/ddp_cifar.py", "recipes/amp_cifar.py", "tests/sync.py"):
+    for name in ("recipes/ddp_cifar.py", "recipes/amp_cifar.py", "recipes/sharded_cifar.py", "tests/sync.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x"]
     subprocess.run([*git, "init", "-q"], check=True)
@@ -54,8 +54,12 @@ def project(tmp_path):
 
 def test_make_sync_copies_a_change_of_the_reference(project):
     process, (reference, copy) = project("ddp_cifar.py", "48 * noise", "47 * noise")
-    assert (process.returncode, process.stdout) == (0, "updated recipes/amp_cifar.py\n")
+    updated = "updated recipes/amp_cifar.py\nupdated recipes/sharded_cifar.py\n"
+    assert (process.returncode, process.stdout) == (0, updated)
     assert "47 * noise" in reference and "47 * noise" in copy
+    process, (reference, copy) = project("ddp_cifar.py", "47 * noise", "46 * noise")
+    assert (process.returncode, process.stdout) == (0, updated), "again, without a commit in between"
+    assert "46 * noise" in reference and "46 * noise" in copy
 
 
 def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project):
