@@ -3,12 +3,13 @@
 What the README promises for CIFAR-10 holds there, too, or is an error at the start."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, forked, outputs
+from conftest import ROOT, forked, load, outputs
 from safetensors.torch import load_file
 
 IMAGES = '''
@@ -171,28 +172,24 @@ def test_resumed_in_mid_epoch_it_is_the_uninterrupted_run(projects, case):
     assert whole["train"][0]["loss"] != whole["train"][-1]["loss"]
 
 
-def test_the_means_over_tokens_are_those_of_all_tokens(projects):
-    """One process's evaluation against a loop over single sequences."""
-    directory, _ = projects
-    summary = outputs(directory / "tokens-ddp_cifar-2-whole")["summary"]
-    space = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "Dataset": torch.utils.data.Dataset}
+def test_a_mean_over_tokens_counts_each_token_once():
+    """Two batches of padded sequences, against one cross entropy over all of their tokens."""
+    recipe, space = load("recipes/ddp_cifar.py"), {"F": torch.nn.functional, "nn": torch.nn}
+    space |= {"Dataset": torch.utils.data.Dataset, "torch": torch, "math": math}
     exec(TOKENS, space)
-    model = space["build_model"](None)
-    model.load_state_dict(load_file(directory / "tokens-ddp_cifar-2-whole/model.safetensors"))
-    model.eval()
-    total = count = 0
-    for index in range(48):
-        from_seeds = torch.Generator().manual_seed(index)
-        tokens = torch.randint(1, 20, (3 + index % 6,), generator=from_seeds)
-        with torch.no_grad():
-            losses = [
-                torch.nn.functional.cross_entropy(model(order[None])["logits"][0, :-1], order[1:], reduction="sum")
-                for order in (tokens, tokens.flip(0))
-            ]
-        total, count = total + torch.stack(losses), count + len(tokens) - 1
-    # Half of the sequences are flipped at random: the mean lies between those of none and all, and not far off.
-    low, high = sorted((total / count).tolist())
-    assert low - 0.05 < summary["test_loss"] < high + 0.05
+    logits, targets = torch.randn(5, 7, 20), torch.randint(20, (5, 7))
+    for row, length in enumerate((7, 2, 5, 1, 3)):
+        targets[row, length:] = -100
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100)
+    sums = 0
+    for part in (slice(0, 2), slice(2, 5)):
+        batch = {"tokens": None, "targets": targets[part]}
+        metrics = space["compute_loss"](lambda tokens, part=part: {"logits": logits[part]}, batch)
+        within = torch.nn.functional.cross_entropy(logits[part].transpose(1, 2), targets[part], ignore_index=-100)
+        torch.testing.assert_close(recipe.mean_loss(metrics), within)
+        sums = sums + recipe.sample_rows(metrics).sum(0)
+    assert recipe.means(metrics, sums.tolist()) == {"loss": pytest.approx(expected.item())}
+    assert sums[-1] == 5 and sums[-2] == 18
 
 
 PIXELS = '''
