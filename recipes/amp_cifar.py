@@ -242,9 +242,9 @@ def mean_loss(metrics):
 def sample_rows(metrics):
     """Return (B, M + 2) float32: for each sample its M metrics times its weight, its weight, and 1. However samples are
     divided among batches and processes, the sums over all of them give `means`."""
-    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach().float()
+    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach()
     columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
-    return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1)
+    return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1).float()
 
 
 def means(names, sums):
