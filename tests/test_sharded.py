@@ -1,21 +1,32 @@
 """The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is whole or not there."""
 
+import json
+import pickle
+import shutil
+import sys
+
 import pytest
 import torch
-from conftest import forked, load, outputs
+import torchvision
+from conftest import ROOT, forked, load, outputs
 from safetensors.torch import load_file
+from test_resume import assert_identical, batches, content, untimed
+from torch import nn
+
+sys.path.append(str(ROOT / "tests/programs"))
+from watched import build_model
 
 recipe = load("recipes/sharded_cifar.py")
 
 
-def run_all(directory, runs):
+def run_all(directory, runs, plain=True):
     """{name: what a run left behind}, of runs {name: (processes, recipe, flags)} that have to succeed."""
     described = [
         {"processes": processes, "recipe": name, "flags": ["--log-every", 1, *flags], "directory": directory / case}
         for case, (processes, name, flags) in runs.items()
     ]
     for one in described:
-        one["plain"] = True
+        one["plain"] = plain
     for codes, output in forked(described, directory):
         assert set(codes) == {0}, output
     return {case: outputs(directory / case) for case in runs}
@@ -59,3 +70,270 @@ def test_losses_and_weights_are_those_of_ddp(equal_runs, case):
     initial = recipe.build_model(type("Args", (), {"model": "simple_cnn"})).state_dict()
     moved = max((weights[name] - initial[name]).abs().max().item() for name in initial)
     assert moved > 1e-3, "weights that have not moved prove nothing"
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """{case: answer of programs/sharded_gradient.py}"""
+    directory, runs = tmp_path_factory.mktemp("gradients"), []
+    cases = {"2": (2, 1, True), "4": (4, 1, False), "8": (8, 1, False), "2x2": (4, 2, False)}
+    for case, (processes, *flags) in cases.items():
+        script = ROOT / "tests/programs/sharded_gradient.py"
+        flags = [str(flag) for flag in (directory / case, *flags)]
+        runs.append({"processes": processes, "script": str(script), "flags": flags, "directory": directory})
+    for codes, output in forked(runs, directory):
+        assert set(codes) == {0}, output
+    return {case: json.loads((directory / case).read_text()) for case in cases}
+
+
+@pytest.mark.parametrize("case", ["2", "4", "8", "2x2"])
+def test_gradients_of_resnet50_are_those_of_the_whole_model(gradients, case):
+    assert gradients[case]["deviation"] < 1e-9 * gradients[case]["largest"] and gradients[case]["largest"] > 0.1
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_a_process_holds_its_share_and_at_most_one_block_more(gradients, processes):
+    held, whole, unit = (gradients[str(processes)][key] for key in ("held", "whole", "unit"))
+    assert len(held) == processes and sum(held) >= whole == 3 * 8 * 23_528_522
+    assert max(held) <= whole / processes + unit
+    assert 2 * min(gradients["2x2"]["held"]) >= whole > max(gradients["2x2"]["held"])
+
+
+@pytest.fixture(scope="module")
+def precisions(tmp_path_factory):
+    """With BatchNorm and dropout, whose units repeat their forward pass or not."""
+    flags = ["--batch-size", 32, "--max-steps", 10]
+    runs = {}
+    for precision in ("fp32", "bf16"):
+        own = [*flags, "--precision", precision]
+        runs[precision] = 2, "sharded_cifar", own
+        runs[f"{precision} twice"] = 2, "sharded_cifar", [*own, "--activation-checkpointing"]
+    return run_all(tmp_path_factory.mktemp("precisions"), runs, plain=False)
+
+
+def test_the_losses_of_bf16_follow_those_of_fp32(precisions):
+    losses, expected = ([line["loss"] for line in precisions[name]["train"]] for name in ("bf16", "fp32"))
+    assert len(losses) == 10 and losses != expected
+    assert losses == pytest.approx(expected, abs=0.02)
+    assert (
+        precisions["bf16"]["summary"]["rank_parameter_bytes"] == precisions["fp32"]["summary"]["rank_parameter_bytes"]
+    )
+    assert all(value.dtype != torch.bfloat16 for value in load_file(precisions["bf16"]["weights"]).values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_repeated_forward_passes_change_nothing_not_even_batchnorms_statistics(precisions, precision):
+    weights, expected = (load_file(precisions[name]["weights"]) for name in (f"{precision} twice", precision))
+    assert expected["0.1.num_batches_tracked"] == 10 and expected["0.1.running_mean"].abs().max() > 0
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what_a_process_holds(tmp_path):
+    flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 8, "--max-steps", 1]
+    result = run_all(tmp_path, {"run": (2, "sharded_cifar", flags)})["run"]
+    model = torchvision.models.resnet50(num_classes=10)
+    model.load_state_dict(load_file(result["weights"]), strict=True)
+    images = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu"))
+    images, labels = images.__getitems__(list(range(128)))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model.eval()(images), labels).item()
+    summary = result["summary"]
+    assert loss == pytest.approx(summary["test_loss"], rel=1e-4)
+    assert summary["holds"].startswith("11,764,261 of 23,528,522 parameters")
+    for kind in ("parameter", "gradient", "optimizer"):
+        assert all(23_528_522 * 2 <= held < 23_528_522 * 2.1 for held in summary[f"rank_{kind}_bytes"])
+    assert len(summary["rank_peak_memory_bytes"]) == 2
+
+
+def checkpoint(folder):
+    """A checkpoint's content, without what differs between two equal runs: the header of a shard is in any order."""
+    rest = content(folder / "run.pt")
+    return {**rest, "checksums": {name: load_file(folder / name) for name in rest["checksums"]}}
+
+
+RESUMED = {"1": (1, []), "2": (2, []), "2x2": (4, ["--replicas", 2])}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Twenty steps of a model with BatchNorm and dropout; and the same, stopped in mid-epoch and resumed."""
+    directory, runs = tmp_path_factory.mktemp("resumed"), []
+    for case, (processes, flags) in RESUMED.items():
+        common = {"recipe": "sharded_cifar", "processes": processes}
+        flags = [*flags, "--batch-size", 64 // processes, "--log-every", 1, "--checkpoint-every", 15, "--keep", 9]
+        runs.append({**common, "flags": flags, "directory": directory / f"{case}-whole"})
+        common |= {"directory": directory / f"{case}-broken"}
+        runs.append({**common, "flags": flags, "disturbances": {str(processes - 1): [4, "SIGTERM"]}})
+        runs.append({**common, "flags": [*flags, "--resume", "auto"]})
+    return directory, forked(runs, directory)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(resumed, case):
+    directory, outcomes = resumed
+    index, processes = 3 * list(RESUMED).index(case), RESUMED[case][0]
+    for (codes, output), code in zip(outcomes[index : index + 3], (0, 143, 0), strict=True):
+        assert codes == [code] * processes, output
+    parameters = sum(p.numel() for p in build_model(None).parameters())
+    stop = 4 if processes == 1 else 5  # the votes of one step are counted after the next
+    assert f"resumed_from: {stop}\n" in outcomes[index + 2][1]
+    whole, broken = directory / f"{case}-whole", directory / f"{case}-broken"
+    assert sorted(path.name for path in broken.glob("*/")) == [f"step-{step:08}" for step in (stop, 15, 20)]
+    for step in (15, 20):
+        one, other = (checkpoint(run / f"step-{step:08}") for run in (whole, broken))
+        assert_identical(one, other)
+        assert len(one["checksums"]) == processes
+        saved = sum(value.numel() for shards in one["checksums"].values() for value in shards.values())
+        assert saved == 2 * parameters, "nothing twice, of replicas neither"
+    assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
+    assert untimed((whole / "metrics.jsonl").read_text()) == untimed((broken / "metrics.jsonl").read_text())
+    for rank in range(processes):
+        assert len(batches(whole, rank)) == 20 and batches(whole, rank) == batches(broken, rank)
+
+
+CHANGES = {"2 to 4": (2, 4, []), "4 to 1": (4, 1, []), "4 to 2x2": (4, 4, ["--replicas", 2])}
+
+
+def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
+    flags = ["--checkpoint-every", 6, "--keep", 9]
+    runs = {f"from {n}": (n, "sharded_cifar", [*flags, "--batch-size", 32 // n]) for n in (2, 4)}
+    for change, (before, after, own) in CHANGES.items():
+        checkpoint = tmp_path / f"from {before}/step-00000006"
+        runs[change] = after, "sharded_cifar", [*own, "--batch-size", 32 // after, "--resume", checkpoint]
+    results = run_all(
+        tmp_path, {name: (n, recipe, ["--max-steps", 10, *own]) for name, (n, recipe, own) in runs.items()}
+    )
+    for change, (before, *_) in CHANGES.items():
+        assert results[change]["summary"]["resumed_from"] == 6
+        for event in ("train", "evaluations"):
+            lines, expected = results[change][event], results[f"from {before}"][event]
+            assert len(lines) == len(expected) == (10 if event == "train" else 1)
+            for key in lines[0].keys() - {"time", "images_per_second", "event"}:
+                values = [line[key] for line in expected]
+                assert [line[key] for line in lines] == pytest.approx(values, abs=1e-5, rel=0)
+        weights = load_file(results[change]["weights"])
+        torch.testing.assert_close(weights, load_file(results[f"from {before}"]["weights"]), rtol=0, atol=1e-5)
+
+
+KILLS = [*((0, moment) for moment in (0, 2, 4, 5, 6, 7, 9, 11, 13, 14, 16, 38, 42, 45, 48, 50)), (1, 1), (1, 3), (1, 9)]
+
+
+def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path):
+    """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""
+    common = {"recipe": "sharded_cifar", "processes": 2}
+    flags = ["--batch-size", 32, "--checkpoint-every", 1, "--keep", 2]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resumed = {**common, "directory": str(killed), "flags": [*flags, "--resume", "auto"]}
+    program, runs = str(ROOT / "tests/programs/sharded_killed.py"), []
+    for kill in KILLS:
+        flagged = [json.dumps({**resumed, "kill": kill})]
+        runs.append({"script": program, "processes": 2, "directory": str(tmp_path), "flags": flagged})
+    outcomes = forked([{**common, "directory": whole, "flags": flags}, *runs, resumed], tmp_path)
+    begins = []
+    for (codes, output), kill in zip(outcomes, (None, *KILLS, None), strict=True):
+        assert codes == [0, 0] if kill is None else codes[kill[0]] == -9, (kill, output)
+        assert "cannot load" not in output, "a checkpoint under its final name was not complete"
+        begins.append(int(output.partition("resumed_from: ")[2].split()[0]))
+    assert begins == sorted(begins), "a checkpoint was lost"
+    assert 3 < begins[-1] < 20, "the kills came too early or too late to prove anything"
+    for step in (19, 20):
+        assert_identical(*(checkpoint(directory / f"step-{step:08}") for directory in (whole, killed)))
+    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in killed.glob("*")) == sorted(path.name for path in whole.glob("*"))
+
+
+class Hostile:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path):
+    flags = ["--batch-size", 64, "--checkpoint-every", 2, "--max-steps", 4, "--keep", 9]
+    common = {"recipe": "sharded_cifar", "processes": 1}
+    first, executed = tmp_path / "first", tmp_path / "executed"
+    ((codes, output),) = forked([{**common, "directory": first, "flags": flags}], tmp_path)
+    assert codes == [0], output
+    (shard,) = (path.name for path in (first / "step-00000004").glob("*.safetensors"))
+
+    def flip(folder):
+        data = bytearray((folder / shard).read_bytes())
+        data[-1000] ^= 1
+        (folder / shard).write_bytes(data)
+
+    def hostile_shard(folder):  # by somebody who knows of the checksums
+        (folder / shard).write_bytes(pickle.dumps(Hostile(executed)))
+        rest = torch.load(folder / "run.pt", weights_only=True)
+        rest["checksums"][shard] = recipe.checksum(folder / shard)
+        torch.save(rest, folder / "run.pt")
+
+    cases = {
+        "flipped": (flip, "is damaged"),
+        "missing": (lambda folder: (folder / shard).unlink(), "is damaged, missing"),
+        "another": (lambda folder: shutil.copy(folder / shard, folder / "b.safetensors"), "b.safetensors is"),
+        "torn": (lambda folder: (folder / "run.pt").write_bytes(b"PK"), "BadZipFile"),
+        "hostile": (lambda folder: torch.save(Hostile(executed), folder / "run.pt"), "UnpicklingError"),
+        "hostile shard": (hostile_shard, "does not fit this model"),
+        "hostile .metadata": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Hostile(executed))), ""),
+    }
+    for name, (spoil, _) in cases.items():
+        shutil.copytree(first, tmp_path / name, ignore=shutil.ignore_patterns("run.lock"))
+        spoil(tmp_path / name / "step-00000004")
+    runs = [{**common, "directory": tmp_path / name, "flags": [*flags, "--resume", "auto"]} for name in cases]
+    for (name, (_, words)), (codes, output) in zip(cases.items(), forked(runs, tmp_path), strict=True):
+        assert words in output, output
+        assert not executed.exists(), name
+        begins = {"hostile shard": None, "hostile .metadata": 4}.get(name, 2)
+        assert codes == [0 if begins else 2] and (not begins or f"resumed_from: {begins}\n" in output), output
+        if begins == 2:
+            assert (tmp_path / name / "step-00000004.abandoned").is_dir(), "what is damaged is kept, too"
+    pickle.loads(pickle.dumps(Hostile(executed))).close()
+    assert executed.exists(), "the hostile file was harmless"
+
+
+def test_where_a_checkpoint_cannot_be_written_or_is_not_finite_all_processes_end(tmp_path):
+    """A file is in the folder's place, a batch of the second process is not finite, and the weights are no weights."""
+    common = {"recipe": "sharded_cifar", "processes": 2}
+    flags = ["--batch-size", 32, "--checkpoint-every", 5]
+    runs = [{**common, "directory": tmp_path / name, "flags": flags} for name in ("full", "nan", "weights")]
+    runs[1]["disturbances"] = {"1": [7, "nan"]}
+    runs[2]["flags"] = [*flags, "--weights", str(tmp_path / "full/checkpoint.tmp")]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/checkpoint.tmp").write_text("in the way")
+    expected = ([1, 1], "cannot write step-00000005 ("), ([1, 1], "not finite since a step between 7 and 9 "), ([2], "")
+    for (codes, words), (found, output) in zip(expected, forked(runs, tmp_path), strict=True):
+        assert found[: len(codes)] == codes and words in output, output
+        assert output.count("error:") == 1 and "Traceback" not in output, output
+    assert [path.name for path in tmp_path.glob("*/step-*")] == ["step-00000005"]
+
+
+REFUSALS = {
+    "replicas": ({"WORLD_SIZE": "4"}, ["--replicas", "3"], "argument --replicas: 3 do not divide the 4 process"),
+    "more replicas": ({}, ["--replicas", "2"], "argument --replicas: 2 do not divide the 1 process"),
+    "offload": ({}, ["--cpu-offload"], "argument --cpu-offload: there is nothing to offload without a GPU"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_in_one_line_before_a_process_group_starts(case, tmp_path, monkeypatch, capsys):
+    env, flags, message = REFUSALS[case]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["sharded_cifar.py", "--cpu", "--output-dir", str(tmp_path), *flags])
+    monkeypatch.setattr(recipe.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        recipe.main()
+    error = capsys.readouterr().err
+    assert error.startswith(f"sharded_cifar: error: {message}") and error.count("\n") == 1
+
+
+def test_units_are_the_elements_of_lists_and_nothing_inside_them():
+    resnet, vit = torchvision.models.resnet50(), torchvision.models.vit_b_16()
+    assert [len(recipe.shard_units(model)) for model in (resnet, vit)] == [3 + 4 + 6 + 3, 12 + 1]
+    assert {type(unit).__name__ for unit in recipe.shard_units(resnet)} == {"Bottleneck"}
+    nested = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()]), "b": nn.Linear(1, 1)})
+    assert recipe.shard_units(nested) == [nested["a"][0][0]]

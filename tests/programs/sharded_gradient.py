@@ -1,0 +1,58 @@
+"""Run by test_sharded.py, as processes of forked.py: sharded_gradient.py ANSWER.json REPLICAS CHECKPOINTING
+
+One step of ResNet-50 in float64, sharded by the recipe's functions, and in the main process the same step of the whole
+model, over the same samples divided in the same way: BatchNorm normalises over a process's batch.
+Writes the largest deviation of a gradient, the largest gradient, how many bytes each process holds of parameters,
+gradients and momentum, how many the whole model has, and how many the parameters of the largest unit.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator, utils
+from conftest import load
+
+BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1 and -1 of them
+
+recipe = load("recipes/sharded_cifar.py")
+path, replicas, checkpointing = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+accelerator = Accelerator(cpu=True)
+args = SimpleNamespace(
+    model="resnet50", stem="imagenet", replicas=replicas, activation_checkpointing=checkpointing, cpu_offload=False
+)
+mesh = recipe.make_mesh(accelerator, args)
+torch.manual_seed(0)
+whole = recipe.build_model(args).double() if accelerator.is_main_process else None
+with torch.device("meta"):
+    model = recipe.build_model(args).double()
+unit = max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in recipe.shard_units(model))
+recipe.shard(model, args, mesh, bf16=False)
+recipe.send_weights(whole, model, accelerator, mesh, offload=False)
+images, labels = recipe.synthetic_images(BATCH * accelerator.num_processes, seed=4)
+batches = list(zip(images.permute(0, 3, 1, 2).double().sub(128).div(64).split(BATCH), labels.split(BATCH), strict=True))
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+optimizer = make_optimizer(model)
+shards = recipe.Shards(model, optimizer, accelerator.device)
+accelerator.backward(recipe.mean_loss(recipe.compute_loss(model, batches[accelerator.process_index])))
+gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+optimizer.step()
+held = utils.gather_object([sum(shards.held.values())])
+if accelerator.is_main_process:
+    for batch in batches:
+        (recipe.mean_loss(recipe.compute_loss(whole, batch)) / len(batches)).backward()
+    reference, own = recipe.Shards(whole, whole_optimizer := make_optimizer(whole), "cpu"), whole.named_parameters()
+    deviations = [((p.grad - gradients[name]).abs().max().item(), p.grad.abs().max().item()) for name, p in own]
+    whole_optimizer.step()
+    deviation, largest = map(max, zip(*deviations, strict=True))
+    answer = {"deviation": deviation, "largest": largest, "held": held, "unit": unit}
+    Path(path).write_text(json.dumps(answer | {"whole": sum(reference.held.values())}))
+model, optimizer, shards = accelerator.free_memory(model, optimizer, shards)
+accelerator.end_training()

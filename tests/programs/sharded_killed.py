@@ -1,0 +1,38 @@
+"""Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, a run as in watched.py, with
+`"kill": [RANK, MOMENT]`: what this process does to checkpoints on the disk for the MOMENT-th time is its last."""
+
+import json
+import os
+import signal
+import sys
+
+import watched
+
+run = json.loads(sys.argv[1])
+rank, moment = run["kill"]
+moments = 0
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+
+
+def count():
+    global moments
+    if moments == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+    moments += 1
+
+
+def audit(event, arguments):
+    if event in EVENTS and any(part in str(arguments[0]) for part in ("checkpoint.tmp", "step-")):
+        count()
+
+
+def counted_fsync(descriptor, fsync=os.fsync):
+    count()
+    fsync(descriptor)
+    count()
+
+
+if os.environ.get("RANK", "0") == str(rank):
+    os.fsync = counted_fsync
+    sys.addaudithook(audit)
+watched.train(run)
