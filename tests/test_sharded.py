@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, forked, load, outputs
+from conftest import PROGRAMS, ROOT, forked, load, outputs
 from safetensors.torch import load_file
 from test_resume import assert_identical, batches, content, untimed
 from torch import nn
@@ -27,7 +27,7 @@ def run_all(directory, runs, plain=True):
     ]
     for one in described:
         one["plain"] = plain
-    for codes, output in forked(described, directory):
+    for codes, output in forked(described, directory, together=2):
         assert set(codes) == {0}, output
     return {case: outputs(directory / case) for case in runs}
 
@@ -81,7 +81,7 @@ def gradients(tmp_path_factory):
         script = ROOT / "tests/programs/sharded_gradient.py"
         flags = [str(flag) for flag in (directory / case, *flags)]
         runs.append({"processes": processes, "script": str(script), "flags": flags, "directory": directory})
-    for codes, output in forked(runs, directory):
+    for codes, output in forked(runs, directory, **PROGRAMS):
         assert set(codes) == {0}, output
     return {case: json.loads((directory / case).read_text()) for case in cases}
 
@@ -228,7 +228,7 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path
     for kill in KILLS:
         flagged = [json.dumps({**resumed, "kill": kill})]
         runs.append({"script": program, "processes": 2, "directory": str(tmp_path), "flags": flagged})
-    outcomes = forked([{**common, "directory": whole, "flags": flags}, *runs, resumed], tmp_path)
+    outcomes = forked([{**common, "directory": whole, "flags": flags}, *runs, resumed], tmp_path, **PROGRAMS)
     begins = []
     for (codes, output), kill in zip(outcomes, (None, *KILLS, None), strict=True):
         assert codes == [0, 0] if kill is None else codes[kill[0]] == -9, (kill, output)
