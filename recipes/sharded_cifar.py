@@ -754,7 +754,7 @@ class Shards:
 
 
 class ShardedRun(Run):
-    """A run whose checkpoint step-N is a folder: the shards, in a file of each process, and in run.pt all else, with
+    """A run whose checkpoint step-N is a folder: the shards, in files of each process, and in run.pt all else, with
     the shards' checksums. Nothing in it is a pickle that could run code."""
 
     @staticmethod
@@ -780,8 +780,11 @@ class ShardedRun(Run):
         try:
             if main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            writer = dcp.HuggingFaceStorageWriter(temporary, save_distributed=True)
-            dcp.save(self.state["model"].tensors(), storage_writer=writer)  # each process its own, to the disk
+            tensors = self.state["model"].tensors()
+            # Eight files of a process, one after the other: each is made in memory before it is written.
+            files = {tensor: 1 + index * 8 // len(tensors) for index, tensor in enumerate(tensors)}
+            writer = dcp.HuggingFaceStorageWriter(temporary, files, save_distributed=True)
+            dcp.save(tensors, storage_writer=writer)  # each process its own shards, to the disk
             names = sorted(path.name for path in temporary.iterdir())
             share = names[self.accelerator.process_index :: self.accelerator.num_processes]
             mine = {name: checksum(temporary / name) for name in share}

@@ -182,7 +182,7 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(resumed, case):
     for step in (15, 20):
         one, other = (checkpoint(run / f"step-{step:08}") for run in (whole, broken))
         assert_identical(one, other)
-        assert len(one["checksums"]) == processes
+        assert len({name.partition("-model")[0] for name in one["checksums"]}) == processes
         saved = sum(value.numel() for shards in one["checksums"].values() for value in shards.values())
         assert saved == 2 * parameters, "nothing twice, of replicas neither"
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
@@ -258,11 +258,11 @@ def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path
     first, executed = tmp_path / "first", tmp_path / "executed"
     ((codes, output),) = forked([{**common, "directory": first, "flags": flags}], tmp_path)
     assert codes == [0], output
-    (shard,) = (path.name for path in (first / "step-00000004").glob("*.safetensors"))
+    shard = min(path.name for path in (first / "step-00000004").glob("*.safetensors"))
 
     def flip(folder):
         data = bytearray((folder / shard).read_bytes())
-        data[-1000] ^= 1
+        data[-10] ^= 1
         (folder / shard).write_bytes(data)
 
     def hostile_shard(folder):  # by somebody who knows of the checksums
