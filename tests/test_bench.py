@@ -72,10 +72,15 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
         assert process.poll() is None, process.communicate()
         return any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("tmp*/metrics.jsonl"))
 
-    wait_until(trains, 300)
-    assert len(ranks()) == 3  # the launcher and its two processes
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    try:
+        wait_until(trains, 300)
+        assert len(ranks()) == 3, subprocess.run(
+            ["ps", "-ef"], capture_output=True, text=True
+        ).stdout  # and the launcher
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.terminate()  # and it ends what it has started
     assert process.returncode == 130 and "Traceback" not in errors
     wait_until(lambda: not ranks(), 15)  # they have sessions of their own and follow their launcher
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md", ".svg"}

@@ -60,7 +60,7 @@ def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
 
 @pytest.fixture(scope="module")
 def resnet_runs(tmp_path_factory):
-    flags = ["--model", "resnet50", "--stem", "imagenet", "--max-steps", 1]
+    flags = ["--model", "resnet50", "--stem", "imagenet", "--max-steps", 1, "--batch-size", 256]
     return train_forked(
         tmp_path_factory.mktemp("resnet"), (2, "pipeline_cifar", flags), (1, "ddp_cifar", flags), together=1
     )
