@@ -39,7 +39,7 @@ def test_several_processes_and_gpus_that_are_not_there_are_refused(tmp_path):
     common = {"processes": 1, "script": RECIPE, "directory": tmp_path}
     launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     runs = [{**common, "flags": FLAGS, "env": launched}, {**common, "flags": [*FLAGS, "--gpus", "0,77"]}]
-    (codes, several), (other_codes, absent) = forked(runs, tmp_path, together=2)
+    (codes, several), (other_codes, absent) = forked(runs, tmp_path)
     assert codes == other_codes == [2]
     assert several.startswith("data_parallel_cifar: error: ") and several.count("\n") == 1
     assert "1gpu.yaml" in several and "ddp_cifar.py" in several
