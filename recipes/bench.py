@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 HERE = Path(__file__).resolve().parent
 BASELINE = "plain_ddp_cifar"
-RECIPES = [BASELINE, "data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar"]
+RECIPES = [BASELINE, "data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 VERSIONS = {name: version(name) for name in ("torch", "torchvision", "accelerate")}
@@ -86,7 +86,7 @@ class Configuration:
         """Whether the recipe can have this many devices at all."""
         if self.name == "data_parallel_cifar":  # one process, whose devices are GPUs
             return self.processes == 1 or GPUS > 0
-        return self.name != "pipeline_cifar" or self.processes % 2 == 0
+        return self.name not in ("pipeline_cifar", "sharded_cifar") or self.processes % 2 == 0
 
     def command(self, args, output_dir):
         flags = ["--data", args.data, "--data-dir", args.data_dir, "--model", args.model, "--stem", args.stem]
@@ -511,7 +511,7 @@ def parse_args():
         group.add_argument(name, help=help + default, **options)
 
     # Launching kernels from Python must not be what a GPU is measured by: a large batch, large images, CUDA graphs.
-    gpu_recipes = [*RECIPES[:3], "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile", "pipeline_cifar"]
+    gpu_recipes = [*RECIPES[:3], "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile", *RECIPES[-2:]]
     counts = [n for n in (1, 2, 4, 8) if n <= (GPUS or CORES)]
     what = parser.add_argument_group("configurations")
     names = {"nargs": "+", "metavar": "RECIPE", "default": gpu_recipes if GPUS else RECIPES}
