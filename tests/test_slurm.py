@@ -235,11 +235,12 @@ def test_a_job_that_fails_has_failed(directory, slurm):
 def on_gpu_node(slurm, directory, *options):
     """What the ranks of such a job see, and the memory that it has."""
     variables = 'get("RANK", "0"), "of", get("WORLD_SIZE", "1"), get("CUDA_VISIBLE_DEVICES", "none")'
-    recipe = f"import os; get = os.environ.get; print(' '.join(['rank', {variables}]))"
+    # One write, or the lines of two ranks may come interleaved.
+    recipe = f"import os; get = os.environ.get; os.write(1, ' '.join(['rank', {variables}, '\\n']).encode())"
     job = Job(slurm, directory, "--partition=gpu", *options, recipe=recipe)
     job.until_complete()
     memory = re.search(r"mem=(\w+)", job.show("TRES"))
-    return sorted(re.findall("^rank .*", job.log(), re.MULTILINE)), memory[1]
+    return sorted(re.findall("^(rank .*) $", job.log(), re.MULTILINE)), memory[1]
 
 
 @at_once
