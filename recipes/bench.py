@@ -75,6 +75,9 @@ class Configuration:
         self.recipe, self.processes, words = recipe, processes, shlex.split(recipe)
         self.environment = dict(word.split("=", 1) for word in takewhile(ASSIGNMENT.match, words))
         self.name, *self.flags = words[len(self.environment) :]
+        if self.name == "data_parallel_cifar" and GPUS:  # which takes all GPUs that it sees
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+            self.environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(visible.split(",")[:processes]))
         self.label = recipe.replace("_cifar", "")
         self.samples, self.failure, self.unavailable = [], None, None
 
@@ -98,7 +101,6 @@ class Configuration:
         else:
             if self.name == "data_parallel_cifar":
                 flags += ["--batch-size", args.batch_size * processes]  # that of all GPUs
-                flags += ["--gpus", ",".join(map(str, range(processes)))] if GPUS else []
                 processes = 1
             if self.name == "pipeline_cifar":  # whose batch is that of a pipeline, two processes
                 flags += ["--batch-size", 2 * args.batch_size]

@@ -2,14 +2,12 @@
 """The legacy comparison: one process, torch.nn.DataParallel over the GPUs. ddp_cifar.py replaces it.
 
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py
-    accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py --gpus 0,1
+    CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py
 
 One Python process copies the whole model to every GPU in every step, cuts the batch among them, and adds their
 gradients up on the first. DDP keeps the copies, overlaps the all-reduce with the backward pass, has one interpreter per
-GPU and goes beyond one machine. Keep this one for comparison, or where only one process can be started. The losses are
-those of ddp_cifar.py in one process at the same --batch-size, which is the global batch here.
-
-To make this file yours, see ddp_cifar.py: it is the same but for `main` and the two functions before it.
+GPU and goes beyond one machine. The losses are those of ddp_cifar.py in one process at the same --batch-size, which is
+the global batch here. To make this file yours, see ddp_cifar.py: it is the same but for `main`.
 """
 
 import argparse
@@ -143,36 +141,13 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
     return test
 
 
-def choose_gpus(gpus):
-    """Hide all GPUs but these, before CUDA looks; they count from 0 among those that CUDA_VISIBLE_DEVICES shows."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    try:
-        chosen = [visible.split(",")[int(gpu)] for gpu in gpus.split(",")]
-    except (ValueError, IndexError):
-        exit_with_error(f"argument --gpus: {gpus} does not choose among GPUs {visible}, count them from 0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-
-
-def describe_replicas(model, batch_size):
-    """Say how DataParallel divides a batch among its replicas."""
-    if not model.device_ids:
-        return "none, without GPUs DataParallel only passes the batch through to the model"
-    shares = [len(share) for share in torch.arange(batch_size).chunk(len(model.device_ids))]
-    return f"{len(shares)} GPUs with {' + '.join(map(str, shares))} samples of each batch"
-
-
 def main():
     args = parse_args(
         accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
-        gpus={"help": "which GPUs to use, for example 0,1 (default: all)"},
     )
-    if (
-        utils.get_int_from_env(["WORLD_SIZE"], 1) > 1
-    ):  # Accelerate would wrap DistributedDataParallel around DataParallel
+    if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:  # Accelerate would put DDP around DataParallel
         exit_with_error("DataParallel is one process: launch it with 1gpu.yaml, or ddp_cifar.py, one process per GPU")
-    if args.gpus:
-        choose_gpus(args.gpus)
     accelerator = make_accelerator(args, "no")
     utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
@@ -193,16 +168,14 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
-    # DataParallel wants the model on the first GPU, where the prepared DataLoader puts the batches. It is not prepared:
-    # there is nothing for Accelerate to add in one process. Everything else about the model (`.fc`, its state dict) is
-    # behind `accelerator.unwrap_model`: DataParallel has no such attributes and puts `module.` before every key.
-    # Of the replicas' BatchNorm statistics only the first one's are kept, those of its share of the batch.
+    # On the first GPU, where the prepared DataLoader puts the batches. Not prepared: in one process there is nothing to
+    # add. Of the replicas' BatchNorm statistics only the first one's are kept, those of its share of the batch.
     model = nn.DataParallel(model.to(accelerator.device))
     optimizer = accelerator.prepare(optimizer)
 
     config = {**vars(args), "precision": "fp32", "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    config |= {"replicas": describe_replicas(model, args.batch_size)}
+    config |= {"replicas": len(model.device_ids)}  # 0 on CPU, where DataParallel only calls the model
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
     run = Run(accelerator, config, state)
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
@@ -293,7 +266,7 @@ def load_weights(accelerator, model, args):
 
 # What may differ between a checkpoint and the run that resumes from it; all else that both have must be equal.
 IGNORED_KEYS = (
-    "data_dir output_dir cpu gpus device log_every checkpoint_every keep resume weights world_size batch_size "
+    "data_dir output_dir cpu device log_every checkpoint_every keep resume weights world_size batch_size "
     "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions "
     "date holds sync_each_batch activation_checkpointing cpu_offload"
 ).split()

@@ -201,12 +201,22 @@ def test_on_gpus_the_defaults_keep_them_busy(monkeypatch):
     assert {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"} < set(args.recipes)
     commands = {name: " ".join(bench.Configuration(name, 8).command(args, "out")) for name in args.recipes}
     assert not any("--cpu" in command for command in commands.values())
-    assert commands["data_parallel_cifar"].endswith("--batch-size 4096 --gpus 0,1,2,3,4,5,6,7")
+    assert commands["data_parallel_cifar"].endswith("--batch-size 4096")
     assert "/1gpu.yaml " in commands["data_parallel_cifar"]
     assert "/8gpu.yaml " in commands["pipeline_cifar"] and commands["pipeline_cifar"].endswith("--batch-size 1024")
     assert " run 40 10 ddp_cifar --log-every 20 " in commands["ddp_cifar --compile"]
     assert commands["ddp_cifar --compile"].endswith(" --compile")
     assert " --world_size 8 --warmup-steps 20 --measure 40 10 " in commands["plain_ddp_cifar"]
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "0,1"), ("4,5,6,7", "4,5")])
+def test_data_parallel_sees_as_many_of_the_visible_gpus_as_it_is_measured_on(monkeypatch, visible, expected):
+    monkeypatch.setattr(bench, "GPUS", 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    assert bench.Configuration("data_parallel_cifar", 2).environment == {"CUDA_VISIBLE_DEVICES": expected}
+    own = bench.Configuration("CUDA_VISIBLE_DEVICES=7 data_parallel_cifar", 1)
+    assert own.environment == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert bench.Configuration("ddp_cifar", 2).environment == {}
 
 
 def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process(tmp_path, monkeypatch):

@@ -150,23 +150,6 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
         assert recipe.choose_precision(args) == expected
 
 
-@pytest.mark.parametrize(
-    ("visible", "asked", "expected"),
-    [("4,5", "0,1", "4,5"), ("4,5,6", "2", "6"), (None, "1", "1"), ("4,5", "2", None), ("4,5", "x", None)],
-)
-def test_gpus_are_counted_among_the_visible_ones(monkeypatch, visible, asked, expected):
-    recipe = load("recipes/data_parallel_cifar.py")
-    monkeypatch.setattr(recipe, "exit_with_error", stop)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if expected is None:
-        with pytest.raises(Stopped, match="--gpus"):
-            recipe.choose_gpus(asked)
-    else:
-        recipe.choose_gpus(asked)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
-
-
 def test_cpu_processes_leave_a_gpu_alone(tmp_path):
     """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is hidden."""
     (tmp_path / "sitecustomize.py").write_text(
