@@ -95,7 +95,7 @@ def build_model(args):
             nn.Sequential(nn.Flatten(), nn.Linear(128, 10)),
         )
     else:
-        model = torchvision.models.resnet50(num_classes=10)
+        model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)  # blocks begin as the identity
         if args.stem == "cifar":  # 32 x 32 images are small already: do not shrink them fourfold before the first block
             model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model.to(memory_format=torch.channels_last)  # the layout in which convolutions are fastest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch, wait_until
+from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch, run, wait_until
 from test_resume import STEPS, assert_identical, content
 
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", "1"]
@@ -150,24 +150,18 @@ def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_en
     assert codes == [0, 0], output
     killed = {**common, "directory": tmp_path / "killed", "disturbances": {"1": [13, "SIGKILL"]}}
     program = ROOT / "tests/programs/watched.py"
-
-    alone = launch(
-        2, program, json.dumps({**killed, "directory": tmp_path / "alone"}, default=str), check=False, **PROGRAMS
-    )
+    alone = json.dumps({**killed, "directory": tmp_path / "alone"}, default=str)
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--max_restarts", "2", program]
+    command.append(json.dumps(killed, default=str))
+    with ThreadPoolExecutor(2) as pool:
+        alone = pool.submit(launch, 2, program, alone, check=False, **PROGRAMS)
+        restarted = pool.submit(run, command, **PROGRAMS).result()
+        alone = alone.result()
     assert alone.returncode == 1
     cause = alone.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in cause and "Signal 9 (SIGKILL)" in cause, alone.stderr
     assert content(tmp_path / "alone/step-00000010.pt")["step"] == 10
 
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--max_restarts", "2", program]
-    restarted = subprocess.run(
-        [*map(str, command), json.dumps(killed, default=str)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **PROGRAMS},
-        timeout=120,
-    )
-    assert restarted.returncode == 0, restarted.stderr
     assert [line for line in restarted.stdout.splitlines() if "resumed_from" in line] == [
         "  resumed_from: 0",
         "  resumed_from: 10",

@@ -109,12 +109,15 @@ def test_stopped_and_resumed_is_uninterrupted(all_stopped_and_resumed, recipe, p
 
 def test_stopped_and_resumed_through_the_launcher(tmp_path):
     """The launcher answers 1 for every code but 0; everything else is the same."""
-    outcomes = []
-    for one, code in zip(stopped_and_resumed("ddp_cifar", 2, tmp_path), (0, 143, 130, 0), strict=True):
+
+    def launched(one, code):
         process = launch(2, ROOT / "tests/programs/watched.py", json.dumps(one, default=str), check=False, **PROGRAMS)
         assert process.returncode == (1 if code else 0)
         assert process.stderr.count(f"exitcode  : {code}") == (2 if code else 0)
-        outcomes.append([[code] * 2, process.stdout + process.stderr])
+        return [[code] * 2, process.stdout + process.stderr]
+
+    whole, first, second, third = stopped_and_resumed("ddp_cifar", 2, tmp_path)
+    outcomes = [*forked([whole], tmp_path), launched(first, 143), *forked([second], tmp_path), launched(third, 0)]
     check_stopped_and_resumed("ddp_cifar", 2, tmp_path, outcomes)
 
 

@@ -36,8 +36,6 @@ def slurm(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     cluster.environment["PATH"] = f"{ACCELERATE.parent}:{os.environ['PATH']}"
     cluster.environment["OMP_WAIT_POLICY"] = "passive"  # more threads than cores
-    (cluster.directory / "sitecustomize.py").write_text("import gc\ngc.set_threshold(100_000)\n")  # to import faster
-    cluster.environment["PYTHONPATH"] = str(cluster.directory)
     try:
         cluster.start()
         yield cluster

@@ -2,14 +2,13 @@
 
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import accelerate
 import pytest
 import torch
 import torchvision
-from conftest import REAL_DATA, answer, control_characters, load, needs_real_data, train, train_forked
+from conftest import REAL_DATA, answer, control_characters, load, needs_real_data, train_forked
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py")
@@ -170,19 +169,6 @@ def test_it_learns_synthetic_data(tmp_path):
     (result,) = train_forked(tmp_path, (2, "ddp_cifar", flags), together=1)
     assert result.summary["test_accuracy"] > 0.5
     assert [line["epoch"] for line in result.evaluations] == list(range(1, 7))
-
-
-@pytest.mark.slow
-def test_every_launch_leaves_cleanly(tmp_path):
-    """Gloo aborts at exit now and then where the process group is left to the interpreter. With the real launcher, like
-    the launches of test_configs.py."""
-
-    def stderr(index):
-        recipe = ("ddp_cifar", "pipeline_cifar")[index % 2]
-        return train(2, tmp_path / str(index), "--max-steps", 1, "--batch-size", 8, recipe=recipe).process.stderr
-
-    with ThreadPoolExecutor(2) as pool:
-        assert not any("terminate called" in text for text in pool.map(stderr, range(4)))
 
 
 @pytest.mark.slow

@@ -13,17 +13,14 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
-from conftest import load
+from conftest import load, undo_zero_init
 from torch.nn import functional as F
 
 recipe = load("recipes/ddp_cifar.py")
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 ranks, mine = accelerator.num_processes, accelerator.process_index
 torch.manual_seed(0)
-plain = recipe.build_model(SimpleNamespace(model="resnet50", stem="imagenet")).double()
-for block in plain.modules():  # the zero-initialised scales would hide most of the network from the gradient
-    if getattr(block, "weight", None) is not None and block.weight.dim() == 1:
-        torch.nn.init.ones_(block.weight)
+plain = undo_zero_init(recipe.build_model(SimpleNamespace(model="resnet50", stem="imagenet")).double())
 reference = copy.deepcopy(plain)
 images, labels = recipe.synthetic_images(8 * ranks, seed=4)
 images = images.permute(0, 3, 1, 2).double().div(255)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
-from conftest import load
+from conftest import load, undo_zero_init
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -51,7 +51,7 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     )
     if model_name not in models:
         torch.manual_seed(0)
-        models[model_name] = recipe.build_model(args).double().train()
+        models[model_name] = undo_zero_init(recipe.build_model(args).double().train())
     whole, reference = (copy.deepcopy(models[model_name]) for _ in range(2))
     initial = copy.deepcopy(whole.state_dict())
     images, labels = recipe.synthetic_images(steps * batch * replicas.size(), seed=4)

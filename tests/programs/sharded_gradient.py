@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator, utils
-from conftest import load
+from conftest import load, undo_zero_init
 
 BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1 and -1 of them
 
@@ -25,7 +25,7 @@ args = SimpleNamespace(
 )
 mesh = recipe.make_mesh(accelerator, args)
 torch.manual_seed(0)
-whole = recipe.build_model(args).double() if accelerator.is_main_process else None
+whole = undo_zero_init(recipe.build_model(args).double()) if accelerator.is_main_process else None
 with torch.device("meta"):
     model = recipe.build_model(args).double()
 unit = max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in recipe.shard_units(model))
