@@ -52,6 +52,7 @@ def main(tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
     """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would train for an hour."""
     recipes = ["PYTHONHOME=/nowhere ddp_cifar", "plain_ddp_cifar --measure 4 0 --workers 0", "ddp_cifar"]

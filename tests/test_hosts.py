@@ -13,6 +13,8 @@ import pytest
 from conftest import ACCELERATE, PROGRAMS, ROOT, forked, free_port, outputs
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 FLAGS = "--data synthetic --model simple_cnn --cpu --max-steps 4 --batch-size 16 --log-every 1".split()
 
 

@@ -15,6 +15,8 @@ import pytest
 from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch, run, wait_until
 from test_resume import STEPS, assert_identical, content
 
+pytestmark = pytest.mark.slow
+
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", "1"]
 
 

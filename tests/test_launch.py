@@ -150,6 +150,7 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
         assert recipe.choose_precision(args) == expected
 
 
+@pytest.mark.slow
 def test_cpu_processes_leave_a_gpu_alone(tmp_path):
     """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is hidden."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 IMAGES = '''
 from torchvision import transforms
 
+pytestmark = pytest.mark.slow
+
 
 def load_data(args, accelerator):
     """A folder of JPEG files by class, cropped at random in two worker processes."""

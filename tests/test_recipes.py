@@ -117,6 +117,7 @@ def copies(tmp_path_factory):
 MODELS = {"amp_cifar": "resnet50"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", SCRIPTS)
 def test_trains_when_copied_alone_into_an_empty_directory(recipe, copies):
     directory, codes, output = copies[recipe]

@@ -107,6 +107,7 @@ def test_stopped_and_resumed_is_uninterrupted(all_stopped_and_resumed, recipe, p
     check_stopped_and_resumed(recipe, processes, directory, outcomes[recipe, processes])
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_through_the_launcher(tmp_path):
     """The launcher answers 1 for every code but 0; everything else is the same."""
 
@@ -144,6 +145,7 @@ def changed_world_sizes(tmp_path_factory):
     return directory, dict(zip([Path(run["directory"]).name for run in runs], forked(runs, directory), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "accumulation"), CHANGES)
 def test_another_number_of_processes_goes_on_with_the_same_steps(changed_world_sizes, before, after, accumulation):
     directory, outcomes = changed_world_sizes
@@ -157,6 +159,7 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(changed_world_s
     assert one[3]["loss"] != one[2]["loss"]
 
 
+@pytest.mark.slow
 def test_another_global_batch_is_an_error_that_names_it(changed_world_sizes, tmp_path):
     checkpoint = changed_world_sizes[0] / "from4/step-00000006.pt"
     common = {"recipe": "ddp_cifar", "plain": True, "processes": 1, "directory": tmp_path / "run"}

@@ -55,6 +55,7 @@ def equal_runs(tmp_path_factory):
     return run_all(tmp_path_factory.mktemp("equal"), runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EQUAL)
 def test_losses_and_weights_are_those_of_ddp(equal_runs, case):
     sharded, whole = equal_runs[case], equal_runs[f"ddp {EQUAL[case][2]}"]
@@ -86,11 +87,13 @@ def gradients(tmp_path_factory):
     return {case: json.loads((directory / case).read_text()) for case in cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["2", "4", "8", "2x2"])
 def test_gradients_of_resnet50_are_those_of_the_whole_model(gradients, case):
     assert gradients[case]["deviation"] < 1e-9 * gradients[case]["largest"] and gradients[case]["largest"] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_a_process_holds_its_share_and_at_most_one_block_more(gradients, processes):
     held, whole, unit = (gradients[str(processes)][key] for key in ("held", "whole", "unit"))
@@ -128,6 +131,7 @@ def test_repeated_forward_passes_change_nothing_not_even_batchnorms_statistics(p
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what_a_process_holds(tmp_path):
     flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 8, "--max-steps", 1]
     result = run_all(tmp_path, {"run": (2, "sharded_cifar", flags)})["run"]
@@ -168,6 +172,7 @@ def resumed(tmp_path_factory):
     return directory, forked(runs, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESUMED)
 def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(resumed, case):
     directory, outcomes = resumed
@@ -194,6 +199,7 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(resumed, case):
 CHANGES = {"2 to 4": (2, 4, []), "4 to 1": (4, 1, []), "4 to 2x2": (4, 4, ["--replicas", 2])}
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
     flags = ["--checkpoint-every", 6, "--keep", 9]
     runs = {f"from {n}": (n, "sharded_cifar", [*flags, "--batch-size", 32 // n]) for n in (2, 4)}
@@ -220,6 +226,7 @@ MOMENTS = (0, 2, 5, 20, 34, 36, 38, 40, 41, 42, 43, 45, 60, 86, 88, 90, 131, 133
 KILLS = [*((0, moment) for moment in MOMENTS), (1, 1), (1, 3), (1, 9)]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path):
     """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""
     common = {"recipe": "sharded_cifar", "processes": 2}
@@ -297,6 +304,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path
     assert executed.exists(), "the hostile file was harmless"
 
 
+@pytest.mark.slow
 def test_where_a_checkpoint_cannot_be_written_or_is_not_finite_all_processes_end(tmp_path):
     """A file is in the folder's place, a batch of the second process is not finite, and the weights are no weights."""
     common = {"recipe": "sharded_cifar", "processes": 2}

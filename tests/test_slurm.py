@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from slurm_cluster import MISSING, Cluster
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         bool(MISSING), reason=f"Slurm is not installed: no {', '.join(MISSING)} (Debian: slurm-wlm, munge)"
     ),
