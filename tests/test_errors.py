@@ -206,3 +206,9 @@ def test_more_processes_than_gpus_are_refused_before_any_collective(tmp_path):
     line = the_error_line(process)
     assert "2 processes, 1 GPU" in line and "--num_processes 1" in line and "--cpu" in line
     assert not Path(tmp_path, "runs/ddp_cifar/summary.json").exists()
+
+
+@pytest.mark.slow
+def test_it_trains_without_docstrings_and_assertions(tmp_path):
+    process = run([sys.executable, "-OO", RECIPE, *SYNTHETIC], cwd=tmp_path)
+    assert "step 1/1" in process.stdout

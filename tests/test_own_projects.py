@@ -346,6 +346,13 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
         "step 2/2",
     ),
     "frozen parameters": (FROZEN, [], 0, "step 2/2"),
+    "a run": ([], [], 0, "resumed_from: 0"),
+    "a flag added later": (
+        [(CLIP, f'{CLIP}        later={{"type": int, "default": 5, "help": "x"}},\n')],
+        ["--resume", "auto", "--output-dir", "a run"],
+        0,
+        "resumed_from: 2",
+    ),
 }
 
 
