@@ -202,8 +202,8 @@ def main():
         # Not CUDA graphs where gradients accumulate: each replay would overwrite the gradients of the one before.
         model.compile(mode="reduce-overhead" if accumulation_steps == 1 else "default")
     # Not fused in fp16: GradScaler calls a fused optimizer in any case, and a skipped step would go unseen.
-    options = {"fused": accelerator.device.type == "cuda" and accelerator.scaler is None, "nesterov": True}
-    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, **options)
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": accelerator.scaler is None}
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -290,7 +290,7 @@ def main():
     holdings = [f"{', '.join(blocks)}: {size:,} parameters" for blocks, size in zip(stages, sizes, strict=True)]
     schedule, stage = make_pipeline(args, accelerator, stages[pipeline.rank()], pipeline)
     del stages  # the half that others hold
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": accelerator.device.type == "cuda"}
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=peak_lr, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     optimizer = accelerator.prepare_optimizer(optimizer)

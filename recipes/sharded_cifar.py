@@ -313,8 +313,8 @@ def main():
     del whole
     if not args.sync_each_batch:
         model.no_sync = without_communication(model)
+    # Not fused: torch has no rule for a fused SGD on sharded parameters (there is one for Adam and AdamW).
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
-    options["fused"] = accelerator.device.type == "cuda" and not args.cpu_offload
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     shards = Shards(model, optimizer, accelerator.device)
