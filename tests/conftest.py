@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)}
@@ -85,6 +86,14 @@ def wait_until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+
+
+def pytest_configure():
+    """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine without."""
+    global GPUS, VISIBLE
+    GPUS = torch.cuda.device_count()
+    VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @functools.cache

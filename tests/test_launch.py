@@ -159,7 +159,8 @@ def test_cpu_processes_leave_a_gpu_alone(tmp_path):
         "    if os.environ.get('CUDA_VISIBLE_DEVICES') != '' else original())(torch._C._get_accelerator)\n"
     )
     flags = [*SMALL, "--cpu", "--output-dir", tmp_path / "run"]
-    process = launch(2, ROOT / "recipes/pipeline_cifar.py", *flags, PYTHONPATH=str(tmp_path), cwd=tmp_path)
+    visible = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
+    process = launch(2, ROOT / "recipes/pipeline_cifar.py", *flags, cwd=tmp_path, **visible)
     assert "step 2/2" in process.stdout
 
 

@@ -5,7 +5,8 @@
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a
 digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th batch
 since its start: a signal by its name, "nan", which spoils the batch, or "inf", which spoils the gradient. `save` kills
-the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn.
+the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn,
+`device` "cuda" leaves out `--cpu`, `dropout` is its probability, `fewer` the number by which that of samples is divided.
 """
 
 import collections
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -23,9 +25,9 @@ from conftest import load
 from torch import nn
 
 
-def build_model(args):
+def build_model(args, dropout=0.2):
     return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
         nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
     )
@@ -37,17 +39,22 @@ def watch_batches(recipe, directory, when, what):
 
     def watched_step(*arguments):
         ((images, labels),) = (argument for argument in arguments if isinstance(argument, tuple | list))
+        handle = None
         if next(count) == when:
             if what == "nan":
                 images.fill_(torch.nan)
             elif what == "inf":
                 (model,) = (argument for argument in arguments if isinstance(argument, nn.Module))
-                next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+                handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
             else:
                 os.kill(os.getpid(), signal.Signals[what])
         with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
-            file.write(hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest() + "\n")
-        return step(*arguments)
+            content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
+            file.write(hashlib.sha256(content).hexdigest() + "\n")
+        metrics = step(*arguments)
+        if handle:
+            handle.remove()
+        return metrics
 
     setattr(recipe, name, watched_step)
 
@@ -91,18 +98,20 @@ def kill_while_saving(recipe, operation, moment):
     recipe.open = lambda path, *mode, **options: (File if str(path).endswith(".tmp") else open)(path, *mode, **options)
 
 
-def train(run):
+def train(run, prepare=lambda recipe: None):
     recipe = load(f"recipes/{run['recipe']}.py")
     small = recipe.synthetic_images
-    recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)
+    recipe.synthetic_images = lambda samples, seed: small(samples // run.get("fewer", 8), seed)
     if not run.get("plain"):  # dropout is a process's own
-        recipe.build_model = build_model
+        recipe.build_model = partial(build_model, dropout=run.get("dropout", 0.2))
     os.makedirs(run["directory"], exist_ok=True)
     rank = os.environ.get("RANK", "0")
     watch_batches(recipe, run["directory"], *run.get("disturbances", {}).get(rank, (0, None)))
     if rank == "0":
         kill_while_saving(recipe, *run.get("save", (None, 0)))
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--epochs", 2, "--log-every", 3]
+    prepare(recipe)
+    flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
+    flags += [] if run.get("device") == "cuda" else ["--cpu"]
     sys.argv = [str(word) for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])]
     if rank == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         time.sleep(3)  # long enough for the others to find what the dead processes left in the launcher's store

@@ -1,0 +1,93 @@
+"""Run by test_gpu.py, as a process of forked.py: observed.py RUN.json, a run as in watched.py, on CPU or GPU. Besides:
+
+`deterministic` algorithms; `fp16` on CPU, with the scaler of a GPU; `when` it gets a signal, with all that it has
+started: in its first "compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/observed.RANK.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import watched
+from torch import distributed, nn
+
+run = json.loads(sys.argv[1])
+
+
+def has_cuda_context():
+    """Whether CUDA's driver has a context in this process; asking makes none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    # An error is one, too: of a driver that was never initialised, or sees no device.
+    error = driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active))
+    return error == 0 and active.value == 1
+
+
+def observe():
+    from torch._dynamo.utils import counters
+
+    seen = {
+        "context": has_cuda_context(),
+        "backend": distributed.is_initialized() and distributed.get_backend(),
+        "graphs": counters["stats"]["unique_graphs"],
+        "skipped": counters["inductor"]["cudagraph_skips"],
+    }
+    if seen["graphs"] and run["device"] == "cuda":
+        from torch._inductor.cudagraph_trees import get_manager
+
+        seen["cuda_graphs"] = get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+    Path(run["directory"], f"observed.{os.environ.get('RANK', 0)}").write_text(json.dumps(seen))
+
+
+def interrupt(name):
+    os.setpgid(0, 0)  # not pytest's group; what this process starts from now on is in it
+
+    def once(*_):
+        nonlocal name
+        if name:
+            signum, name = signal.Signals[name], None
+            os.killpg(0, signum)
+
+    return once
+
+
+def prepare(recipe):
+    make_accelerator, finish = recipe.make_accelerator, recipe.Run.finish
+    when, name = run.get("when", (None, None))
+    if when == "compilation":
+        from torch._dynamo.callback import on_compile_start
+
+        on_compile_start(interrupt(name))
+    if when == "evaluation":
+        once, evaluate = interrupt(name), recipe.evaluate
+        recipe.evaluate = lambda *arguments: (once(), evaluate(*arguments))[1]
+
+    def prepared_accelerator(*arguments):
+        accelerator = make_accelerator(*arguments)
+        if run.get("deterministic"):
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.backends.cudnn.benchmark = False
+        if run.get("fp16") and run["device"] == "cpu":
+            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+        return accelerator
+
+    def observed_finish(*arguments):
+        observe()
+        finish(*arguments)
+
+    recipe.make_accelerator, recipe.Run.finish = prepared_accelerator, observed_finish
+    if run["device"] == "cpu":
+        if run.get("fp16"):
+            recipe.choose_precision = lambda args: ("fp16", "by the test")
+        # What comes before the compiler proper, which takes half a minute on CPU.
+        nn.Module.compile = lambda module, mode, own=nn.Module.compile: own(module, backend="aot_eager")
+
+
+watched.train(run, prepare)
