@@ -6,7 +6,7 @@ The model has what a resumed run could get wrong (dropout, BatchNorm) and the da
 digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th batch
 since its start: a signal by its name, "nan", which spoils the batch, or "inf", which spoils the gradient. `save` kills
 the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn,
-`device` "cuda" leaves out `--cpu`, `dropout` is its probability, `fewer` the number by which that of samples is divided.
+`device` "cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
 """
 
 import collections
