@@ -20,7 +20,7 @@ endef
 export NO_GPU
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: about two minutes on two cores
 	rm -rf runs/demo
@@ -35,6 +35,9 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" passes flags on
 	$(BIN)/python recipes/bench.py $(ARGS)
+
+gpu-report: $(READY)  ## tests and measurements on this machine's GPU in nine minutes; ARGS="--minutes 20" passes flags on
+	$(BIN)/python tests/gpu_report.py $(ARGS)
 
 results:  ## make the tables and the curve from bench_results/ and put them into README.md
 	$(PYTHON) tests/results.py
@@ -62,4 +65,4 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench results test quick sync lint clean
+.PHONY: help demo train bench gpu-report results test quick sync lint clean
