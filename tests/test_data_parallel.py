@@ -1,7 +1,7 @@
 """The DataParallel baseline against ddp_cifar.py on one process."""
 
 import torch
-from conftest import ROOT, forked, load, train_forked
+from conftest import ROOT, forked, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/data_parallel_cifar.py"
