@@ -24,10 +24,14 @@ def has_cuda_context():
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    flags, active = ctypes.c_uint(), ctypes.c_int()
-    # An error is one, too: of a driver that was never initialised, or sees no device.
-    error = driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active))
-    return error == 0 and active.value == 1
+    flags, active, devices = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(devices)):  # an error: it was never initialised, or sees no device
+        return False
+    for device in range(devices.value):
+        assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+        if active.value:
+            return True
+    return False
 
 
 def observe():

@@ -4,6 +4,7 @@ Each writes its notes and rows to FOLDER/PART.json as soon as it has them, and e
 """
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ from conftest import PROGRAMS, ROOT, fork_server, forked, free_port
 from results import curve
 
 STARTED = time.monotonic()
-SHARDED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 PRECISIONS = {"fp32": "ddp_cifar", "bf16": "amp_cifar --precision bf16"}
 
 
@@ -64,7 +65,7 @@ def measure(*configurations, change="nothing", steps=None, ranked=False):
             script, more = ROOT / "tests/programs/measured.py", [change, least, seconds, name, "--log-every", warmup]
             more += ["--epochs", 1]
         run = {"processes": 1, "script": script, "directory": directory, "flags": [*more, *flags]}
-        run["env"] = {**SHARDED, "MASTER_PORT": str(free_port())} if ranked else {}
+        run["env"] = {**ONE_RANK, "MASTER_PORT": str(free_port())} if ranked else {}
         runs.append({**run, "patience": args.seconds})
     launched = time.time()
     for run, (codes, output) in zip(runs, forked(runs, args.folder, len(runs), **PROGRAMS), strict=True):
@@ -187,7 +188,7 @@ def variants(report):
     """In two rounds, in one rank of a process group: without one there is no DDP."""
     stem, batch = SHAPES[0]
     changes = ["nothing", "broadcast buffers", "batched gradient copy", "foreach SGD"]
-    if "batched_grad_copy" not in torch.nn.parallel.DistributedDataParallel.__init__.__code__.co_varnames:
+    if "batched_grad_copy" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters:
         changes.remove("batched gradient copy")
         report.note(f"torch {torch.__version__} has no batched_grad_copy")
     for number in (1, 2):
