@@ -157,7 +157,11 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=list(TITLES), default=list(TITLES), help="only these")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # also where a script has started it in the background
         signal.signal(number, signal.default_int_handler)
     chosen = [{name: limit for name, limit in group.items() if name in args.parts} for group in GROUPS]
     parts, interrupted = run([group for group in chosen if group], args)

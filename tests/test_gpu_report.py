@@ -37,7 +37,7 @@ def report(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["gpu_report.py", *flags])
         for name, value in {"PROGRAM": tmp_path / "parts.py", "GROUPS": groups, "TITLES": titles}.items():
             monkeypatch.setattr(gpu_report, name, value)
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         with pytest.raises(SystemExit) as stopped:
             gpu_report.main()
         for number, handler in before.items():

@@ -72,7 +72,7 @@ def measure(*configurations, change="nothing", steps=None, ranked=False):
         path = run["directory"] / "out/summary.json"
         if codes != [0] or not path.exists():
             print(output, flush=True)
-            answers.append({"failure": " ".join(output.split())[-200:] or f"exit code {codes[0]}"})
+            answers.append({"failure": f"exit code {codes[0]}: {''.join(output.splitlines()[-1:])[:200]}"})
             continue
         summary = json.loads(path.read_text())
         if (warmed_up := summary.get("warmed_up_at")) is None:
@@ -109,7 +109,8 @@ def tests(report):
         "tests/test_gpu.py",
     ]
     command += [] if CUDA else ["-m", "not slow"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # the log is to have what was done when time is over
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=unbuffered)
     for line in process.stdout:
         print(line, end="", flush=True)
         if line.startswith(("FAILED", "ERROR")):
