@@ -843,11 +843,11 @@ def cifar10(directory, train):
 def synthetic_images(samples, seed):
     """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
-    noise = torch.randn(samples, 32, 32, 3, generator=generator)
-    return (128 + 32 * patterns[labels] + 48 * noise).clamp(0, 255).byte(), labels
+    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
+    return images.clamp_(0, 255).byte(), labels
 
 
 if __name__ == "__main__":

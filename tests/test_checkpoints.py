@@ -20,13 +20,8 @@ KILLS = [
 
 @pytest.mark.parametrize(
     ("recipe", "processes", "kills"),
-    [
-        ("ddp_cifar", 2, KILLS),
-        # What writes is the same text in all recipes; what they collect for it differs.
-        ("amp_cifar", 1, KILLS[::6]),
-        ("data_parallel_cifar", 1, KILLS[1::6]),
-        ("pipeline_cifar", 2, KILLS[::3]),
-    ],
+    # What writes is the same text in all recipes; what the pipeline collects for it, from two stages, is not.
+    [("ddp_cifar", 2, KILLS), ("pipeline_cifar", 2, KILLS[::3])],
 )
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, processes, kills, tmp_path):
     """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""

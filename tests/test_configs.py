@@ -43,41 +43,33 @@ def test_configs_differ_in_what_must_differ(processes):
 FLAGS = ["--max-steps", STEPS, "--lr", 0.2, "--batch-size"]
 
 
-def launched(directory, *counts):
-    """The same training at one global batch, by `accelerate launch` with the config for so many processes. 5120 samples
-    are 80 global batches; 12 steps reach warm-up and decay."""
-    with ThreadPoolExecutor(2) as pool:
-        runs = pool.map(lambda n: train(n, directory / str(n), *FLAGS, GLOBAL_BATCH // n), counts)
-        return {(processes, 1): result for processes, result in zip(counts, runs, strict=True)}
+LAUNCHED, FORKED = [2, 8], [(1, 1), (4, 1), (1, 4), (2, 2)]
+LAYOUTS = [(2, 1), (4, 1), (8, 1), (1, 4), (2, 2)]
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """One and two processes; without a launcher, accumulated over 4 microbatches by one process and over 2 by two."""
-    directory = tmp_path_factory.mktemp("small")
+def results(tmp_path_factory):
+    """{(processes, accumulation): the same training at one global batch}, by `accelerate launch` with the config for so
+    many processes, or without a launcher. 5120 samples are 80 global batches; 12 steps reach warm-up and decay."""
+    directory = tmp_path_factory.mktemp("layouts")
     common = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, *FLAGS]
-    layouts, described = [(1, 4), (2, 2)], []
-    for processes, accumulation in layouts:
+    runs = []
+    for processes, accumulation in FORKED:
         flags = [*common, GLOBAL_BATCH // processes // accumulation, "--accumulation-steps", accumulation]
-        flags += ["--output-dir", f"accumulated-{processes}"]
-        described.append({"processes": processes, "script": ROOT / "recipes/ddp_cifar.py", "flags": flags})
-    answers = forked([{**run, "directory": directory} for run in described], directory, together=2)
-    assert [code for codes, _ in answers for code in codes] == [0, 0, 0], answers
-    accumulated = [SimpleNamespace(**outputs(directory / f"accumulated-{processes}")) for processes, _ in layouts]
-    return {**launched(directory, 1, 2), **dict(zip(layouts, accumulated, strict=True))}
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("large"), 8, 4)
+        flags += ["--output-dir", f"{processes}-{accumulation}"]
+        run = {"processes": processes, "script": ROOT / "recipes/ddp_cifar.py", "flags": flags}
+        runs.append({**run, "directory": directory})
+    for codes, output in forked(runs, directory, together=2):
+        assert set(codes) == {0}, output
+    found = {layout: SimpleNamespace(**outputs(directory / "{}-{}".format(*layout))) for layout in FORKED}
+    with ThreadPoolExecutor(2) as pool:
+        launched = pool.map(lambda n: train(n, directory / str(n), *FLAGS, GLOBAL_BATCH // n), LAUNCHED)
+        return found | {(processes, 1): result for processes, result in zip(LAUNCHED, launched, strict=True)}
 
 
 @pytest.fixture
-def result(request, layout):
-    return request.getfixturevalue("large" if layout[0] > 2 else "small")[layout]
-
-
-LAYOUTS = [(2, 1), (4, 1), (8, 1), (1, 4), (2, 2)]
+def result(results, layout):
+    return results[layout]
 
 
 @pytest.mark.slow
@@ -90,8 +82,8 @@ def test_launches_that_many_processes(result, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loss_of_every_step_is_that_of_one_process(small, result, layout):
-    losses, reference = ([line["loss"] for line in run.train] for run in (result, small[1, 1]))
+def test_the_loss_of_every_step_is_that_of_one_process(results, result, layout):
+    losses, reference = ([line["loss"] for line in run.train] for run in (result, results[1, 1]))
     assert len(losses) == STEPS
     assert losses == pytest.approx(reference, abs=1e-5)
     assert reference[0] - reference[-1] > 0.005, "the reference has learned nothing: an equal loss would prove nothing"
@@ -99,10 +91,10 @@ def test_the_loss_of_every_step_is_that_of_one_process(small, result, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_final_weights_and_accuracy_are_those_of_one_process(small, result, layout):
-    weights, reference = load_file(result.weights), load_file(small[1, 1].weights)
+def test_the_final_weights_and_accuracy_are_those_of_one_process(results, result, layout):
+    weights, reference = load_file(result.weights), load_file(results[1, 1].weights)
     torch.testing.assert_close(weights, reference, rtol=0, atol=1e-5)
-    assert result.summary["test_loss"] == pytest.approx(small[1, 1].summary["test_loss"], abs=1e-5)
+    assert result.summary["test_loss"] == pytest.approx(results[1, 1].summary["test_loss"], abs=1e-5)
     assert result.summary["samples"] == 1024
 
 

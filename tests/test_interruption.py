@@ -86,15 +86,13 @@ def interrupt(recipe, processes, name, target, directory, *flags):
 
 # What the launcher answers, and what it shows as the processes' exit code, where it is still there to show it.
 CASES = {
-    ("ddp_cifar", 4, "SIGTERM", "launcher"): (1, None),
+    ("ddp_cifar", 2, "SIGTERM", "launcher"): (1, None),
     ("ddp_cifar", 2, "SIGINT", "group"): (1, None),
     ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
     ("ddp_cifar", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
     ("amp_cifar", 2, "SIGHUP", "group"): (1, None),
-    ("amp_cifar", 2, "SIGINT", 1): (1, 130),
-    ("pipeline_cifar", 4, "SIGUSR1", 3): (1, 138),
+    ("pipeline_cifar", 2, "SIGUSR1", 1): (1, 138),
     ("data_parallel_cifar", 1, "SIGTERM", "launcher"): (-signal.SIGTERM, None),
-    ("data_parallel_cifar", 1, "SIGUSR1", 0): (1, 138),
     ("ddp_cifar, forkserver workers", 1, "SIGINT", "group"): (-signal.SIGINT, None),
     ("ddp_cifar, spawn workers", 2, "SIGTERM", "group"): (1, None),
     ("ddp_cifar, torchrun", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
@@ -185,7 +183,8 @@ def test_without_a_launcher_the_exit_code_is_the_signals(tmp_path):
 
 def test_under_nohup_a_hangup_does_not_stop_it(tmp_path):
     command = ["nohup", sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path / "run"]
-    process = subprocess.Popen([*map(str, command), "--epochs", "1000"], stdout=subprocess.PIPE, text=True)
+    command += ["--epochs", 1000, "--batch-size", 8]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step 1/"):
             process.send_signal(signal.SIGHUP)

@@ -110,7 +110,7 @@ def compute_loss(model, batch):
 """
 
 PROJECTS = {"images": IMAGES, "tokens": TOKENS, "regression": REGRESSION}
-SGD = "torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9, weight_decay=5e-4, **options)"
+SGD = "torch.optim.SGD(model.parameters(), lr=peak_lr, **options)"
 CASES = [
     *[(project, "ddp_cifar", processes) for project in PROJECTS for processes in (1, 2)],
     *[(project, "amp_cifar", 2) for project in PROJECTS],
