@@ -12,10 +12,10 @@ import torch
 from conftest import ROOT, forked, load, outputs
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 IMAGES = '''
 from torchvision import transforms
-
-pytestmark = pytest.mark.slow
 
 
 def load_data(args, accelerator):

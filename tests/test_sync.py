@@ -53,19 +53,19 @@ def project(tmp_path):
 
 
 def test_make_sync_copies_a_change_of_the_reference(project):
-    process, (reference, copy) = project("ddp_cifar.py", "48 * noise", "47 * noise")
+    process, (reference, copy) = project("ddp_cifar.py", "mul_(48)", "mul_(47)")
     updated = "updated recipes/amp_cifar.py\nupdated recipes/sharded_cifar.py\n"
     assert (process.returncode, process.stdout) == (0, updated)
-    assert "47 * noise" in reference and "47 * noise" in copy
-    process, (reference, copy) = project("ddp_cifar.py", "47 * noise", "46 * noise")
+    assert "mul_(47)" in reference and "mul_(47)" in copy
+    process, (reference, copy) = project("ddp_cifar.py", "mul_(47)", "mul_(46)")
     assert (process.returncode, process.stdout) == (0, updated), "again, without a commit in between"
-    assert "46 * noise" in reference and "46 * noise" in copy
+    assert "mul_(46)" in reference and "mul_(46)" in copy
 
 
 def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project):
-    process, (reference, copy) = project("amp_cifar.py", "48 * noise", "47 * noise")
+    process, (reference, copy) = project("amp_cifar.py", "mul_(48)", "mul_(47)")
     assert process.returncode == 1 and "amp_cifar.py: synthetic_images was edited here" in process.stderr
-    assert "47 * noise" in copy and "48 * noise" in reference
+    assert "mul_(47)" in copy and "mul_(48)" in reference
 
 
 def test_make_sync_names_a_missing_import(project):
