@@ -37,12 +37,14 @@ def namespaces(tmp_path):
         )
     try:
         for command in commands:
-            subprocess.run(["ip", *command.split()], check=True)
+            process = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if process.returncode != 0:
+                pytest.skip(f"no network namespaces here: ip {command}: {process.stderr.strip()}")
         boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT]
         yield "10.77.0.1", [["ip", "netns", "exec", n, *boot, n, tmp_path / f"{n}.hosts"] for n in names]
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 def test_two_hosts_train_like_one(tmp_path):
