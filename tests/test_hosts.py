@@ -86,7 +86,7 @@ def train_on_two_hosts(tmp_path, recipes, address="127.0.0.1", prefixes=((), ())
         ours, theirs = (outputs(host / f"runs/{recipe}") for host in (tmp_path / "host0", tmp_path))
         assert ours["summary"]["world_size"] == theirs["summary"]["world_size"] == 2
         ours, theirs = load_file(ours["weights"]), load_file(theirs["weights"])
-        assert max((ours[name] - value).abs().max() for name, value in theirs.items()) < 1e-6
+        assert max((ours[name] - value).abs().max() for name, value in theirs.items()) < 1e-5
 
 
 def train_all(ports):
