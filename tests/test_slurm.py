@@ -280,7 +280,7 @@ def test_two_jobs_side_by_side_on_two_nodes_and_on_one_train_the_same(slurm, two
     assert max(started) < min(ended)
     theirs = one_node.weights()
     for name, value in two_nodes.weights().items():
-        assert (value - theirs[name]).abs().max() < 1e-6
+        assert (value - theirs[name]).abs().max() < 1e-5
 
 
 def test_one_readable_log_and_the_other_nodes_apart(two_nodes):
