@@ -47,6 +47,7 @@ def checkpoints(directory):
     return sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
 
 
+@pytest.mark.slow
 def test_where_a_checkpoint_cannot_be_written_the_earlier_one_stays(tmp_path):
     """No room on the disk (as far as the process can tell), and no permission to create the file (a directory is in its
     place); then the same run with room, to its end."""

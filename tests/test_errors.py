@@ -160,6 +160,7 @@ def test_the_evil_checkpoint_would_run_code_if_it_were_let(disk, capsys):
     assert capsys.readouterr().out == "executed\n"
 
 
+@pytest.mark.slow
 def test_swapped_stages_are_refused(tmp_path):
     common = {"recipe": "pipeline_cifar", "processes": 2}
     flags = ["--batch-size", 64, "--max-steps", 1]
@@ -174,11 +175,13 @@ def test_swapped_stages_are_refused(tmp_path):
     assert "stage 0 of the checkpoint does not fit this model" in output
 
 
+@pytest.mark.slow
 def test_refused_once_by_four_processes(tmp_path):
     process = launch(4, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=tmp_path, check=False)
     assert "--epochs" in the_error_line(process)
 
 
+@pytest.mark.slow
 def test_missing_data_is_told_once_by_two_processes(tmp_path):
     flags = ["--data", "cifar10", "--data-dir", tmp_path / "nowhere", "--cpu"]
     process = launch(2, RECIPE, *flags, cwd=tmp_path, check=False, https_proxy="http://127.0.0.1:9")

@@ -13,6 +13,7 @@ SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps",
 recipe = load("recipes/pipeline_cifar.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
 def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(processes, tmp_path):
     """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes the small model."""
@@ -66,6 +67,7 @@ def resnet_runs(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_the_merged_weights_evaluate_to_the_same_loss_in_a_plain_torchvision_model(resnet_runs):
     piped, _ = resnet_runs
     model = torchvision.models.resnet50(num_classes=10)
@@ -88,6 +90,7 @@ def test_each_stage_needs_less_memory_than_the_whole_model(resnet_runs):
     assert second.startswith("layer3.2, ") and "fc: " in second
 
 
+@pytest.mark.slow
 def test_evaluation_counts_each_sample_once(tmp_path):
     """128 test samples in batches of 24: 6 batches, the last of 8."""
     flags = ["--max-steps", 2, "--batch-size", 24, "--microbatches", 4]

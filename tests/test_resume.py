@@ -101,6 +101,7 @@ def all_stopped_and_resumed(tmp_path_factory):
     return directory, {case: [next(outcomes) for _ in runs[case]] for case in RECIPES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "processes"), RECIPES)
 def test_stopped_and_resumed_is_uninterrupted(all_stopped_and_resumed, recipe, processes):
     directory, outcomes = all_stopped_and_resumed
