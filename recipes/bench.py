@@ -314,8 +314,9 @@ def seconds_per_step(args, recipe, accelerator):
     cached = next(batches)
     alone, reduced = training(), training()
     if accelerator.use_distributed:
-        devices, options = [accelerator.device] if GPUS else None, {"broadcast_buffers": False}
-        ddp = nn.parallel.DistributedDataParallel(reduced[0], devices, gradient_as_bucket_view=True, **options)
+        devices = [accelerator.device] if GPUS else None
+        ddp = nn.parallel.DistributedDataParallel(reduced[0], devices, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False  # as in the recipes
         reduced = ddp, reduced[1]
     loops = {
         "full": lambda: full(next(batches)),

@@ -9,7 +9,6 @@ test_readme.py compares pages and files with what this makes.
 import json
 import re
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +20,7 @@ def launch_line(summary):
     """The command behind a summary, without the seed."""
     line = f"accelerate launch --config_file accelerate_configs/{summary['world_size']}gpu.yaml "
     line += f"recipes/{summary['recipe']}.py --stem {summary['stem']} --epochs {summary['epochs']}"
-    defaults = {"batch_size": 128, "microbatches": 8}
+    defaults = {"batch_size": 128, "microbatches": 8, "lr": 0.05}
     return line + "".join(
         f" --{name.replace('_', '-')} {summary[name]}"
         for name, default in defaults.items()
@@ -30,12 +29,8 @@ def launch_line(summary):
 
 
 def when_and_with(summary):
-    """The versions behind a summary and its date: older recipes wrote a dictionary and when the first step was done."""
-    versions = summary["versions"]
-    if isinstance(versions, list):
-        versions = dict(zip(("torch", "accelerate"), versions, strict=True))
-    day = [str(datetime.fromtimestamp(summary[key], UTC).date()) for key in ("first_step_at",) if key in summary]
-    return ", ".join([*(f"{name} {version}" for name, version in versions.items()), *day])
+    """The versions behind a summary, and its date."""
+    return ", ".join([*(f"{name} {version}" for name, version in summary["versions"].items()), summary["date"]])
 
 
 def epoch_table(directory):

@@ -48,6 +48,7 @@ def test_the_precision_asked_for_is_the_one_used(tmp_path):
         assert all(value.dtype == torch.float32 for value in load_file(result.weights).values())
 
 
+@pytest.mark.slow
 def test_the_config_wins_over_the_default(tmp_path):
     """Not bf16, which is the default here: the config's fp16 cannot be had on CPU, and the launcher passes it on."""
     path = tmp_path / "fp16.yaml"

@@ -21,7 +21,7 @@ KILLS = [
 @pytest.mark.parametrize(
     ("recipe", "processes", "kills"),
     # What writes is the same text in all recipes; what the pipeline collects for it, from two stages, is not.
-    [("ddp_cifar", 2, KILLS), ("pipeline_cifar", 2, KILLS[::3])],
+    [("ddp_cifar", 2, KILLS), pytest.param("pipeline_cifar", 2, KILLS[::3], marks=pytest.mark.slow)],
 )
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, processes, kills, tmp_path):
     """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""

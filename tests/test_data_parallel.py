@@ -1,5 +1,6 @@
 """The DataParallel baseline against ddp_cifar.py on one process."""
 
+import pytest
 import torch
 from conftest import ROOT, forked, train_forked
 from safetensors.torch import load_file
@@ -8,6 +9,7 @@ RECIPE = ROOT / "recipes/data_parallel_cifar.py"
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 1]
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):
     flags = ["--max-steps", 4, "--accumulation-steps", 2, "--epochs", 3, "--batch-size"]
     kinds = [[128], [16, "--model", "resnet50", "--stem", "imagenet"]]

@@ -89,7 +89,6 @@ CASES = {
     ("ddp_cifar", 2, "SIGTERM", "launcher"): (1, None),
     ("ddp_cifar", 2, "SIGINT", "group"): (1, None),
     ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
-    ("ddp_cifar", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
     ("amp_cifar", 2, "SIGHUP", "group"): (1, None),
     ("pipeline_cifar", 2, "SIGUSR1", 1): (1, 138),
     ("data_parallel_cifar", 1, "SIGTERM", "launcher"): (-signal.SIGTERM, None),

@@ -152,9 +152,9 @@ def described(project, recipe, processes, directory):
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
     directory = tmp_path_factory.mktemp("projects")
-    runs = [one for case in CASES for one in described(*case, directory)]
-    answers = iter(forked([{**one, "flags": list(map(str, one["flags"]))} for one in runs], directory))
-    return directory, {case: [next(answers), next(answers)] for case in CASES}
+    wholes, resumed = zip(*(described(*case, directory) for case in CASES), strict=True)
+    answers = [forked(runs, directory, together=2) for runs in (wholes, resumed)]
+    return directory, dict(zip(CASES, zip(*answers, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -14,7 +14,7 @@ recipe = load("recipes/pipeline_cifar.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
+@pytest.mark.parametrize("processes", [2, 4, 8])
 def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(processes, tmp_path):
     """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes the small model."""
     cases = answer("pipeline_gradient", processes, tmp_path)

@@ -82,7 +82,7 @@ def gradients(tmp_path_factory):
         script = ROOT / "tests/programs/sharded_gradient.py"
         flags = [str(flag) for flag in (directory / case, *flags)]
         runs.append({"processes": processes, "script": str(script), "flags": flags, "directory": directory})
-    for codes, output in forked(runs, directory, **PROGRAMS):
+    for codes, output in forked(runs, directory, together=2, **PROGRAMS):
         assert set(codes) == {0}, output
     return {case: json.loads((directory / case).read_text()) for case in cases}
 
@@ -261,6 +261,7 @@ class Hostile:
         return open, (str(self.path), "w")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path):
     flags = ["--batch-size", 64, "--checkpoint-every", 2, "--max-steps", 4, "--keep", 9]
     common = {"recipe": "sharded_cifar", "processes": 1}

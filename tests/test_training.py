@@ -164,6 +164,7 @@ def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_p
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
 
 
+@pytest.mark.slow
 def test_it_learns_synthetic_data(tmp_path):
     flags = ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]
     (result,) = train_forked(tmp_path, (2, "ddp_cifar", flags), together=1)
