@@ -45,7 +45,7 @@ results:  ## make the tables and the curve from bench_results/ and put them into
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
 	$(BIN)/python -m pytest $(ARGS)
 
-quick: $(READY)  ## run the tests that are not marked slow, about half of the time
+quick: $(READY)  ## run the tests that are not marked slow: two minutes on two idle cores
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 sync:  ## copy the shared blocks of ddp_cifar.py into the other recipes

@@ -81,6 +81,7 @@ def test_the_merged_weights_evaluate_to_the_same_loss_in_a_plain_torchvision_mod
     assert loss == pytest.approx(piped.summary["test_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_each_stage_needs_less_memory_than_the_whole_model(resnet_runs):
     piped, whole = resnet_runs
     peaks = piped.summary["rank_peak_memory_bytes"]
