@@ -169,7 +169,8 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     # On the first GPU, where the prepared DataLoader puts the batches. Not prepared: in one process there is nothing to
-    # add. Of the replicas' BatchNorm statistics only the first one's are kept, those of its share of the batch.
+    # add. Of the replicas' BatchNorm statistics only the first one's are kept, those of its share of the batch. Only
+    # its weights are channels_last: torch sends them to the others flattened, and the convolutions convert them.
     model = nn.DataParallel(model.to(accelerator.device))
     optimizer = accelerator.prepare(optimizer)
 
