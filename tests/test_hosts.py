@@ -32,6 +32,7 @@ def namespaces(tmp_path):
     commands.append("link add eth7 netns {} type veth peer name eth7 netns {}".format(*names))
     for host, name in enumerate(names):
         commands += [f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7", f"-n {name} link set eth7 up"]
+        commands.append(f"netns exec {name} unshare --uts --mount true")
         (tmp_path / f"{name}.hosts").write_text(
             f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
         )
