@@ -137,7 +137,7 @@ def errors(disk, tmp_path_factory):
         shutil.copytree(disk, directory)
         runs.append({"processes": 1, "script": str(RECIPE), "flags": [*SYNTHETIC, *flags], "directory": directory})
     # No route to the network: a download must fail here as it does on a machine without one.
-    answers = forked(runs, tmp_path_factory.mktemp("forked"), https_proxy="http://127.0.0.1:9")
+    answers = forked(runs, tmp_path_factory.mktemp("forked"), together=2, https_proxy="http://127.0.0.1:9")
     return {
         case: (*codes, output, files(described["directory"]))
         for case, described, (codes, output) in zip(CASES, runs, answers, strict=True)
@@ -162,7 +162,7 @@ def test_the_evil_checkpoint_would_run_code_if_it_were_let(disk, capsys):
 
 @pytest.mark.slow
 def test_swapped_stages_are_refused(tmp_path):
-    common = {"recipe": "pipeline_cifar", "processes": 2}
+    common = {"recipe": "pipeline_cifar", "processes": 2, "grace": 0.5}
     flags = ["--batch-size", 64, "--max-steps", 1]
     ((codes, output),) = forked([{**common, "directory": tmp_path / "run", "flags": flags}], tmp_path)
     assert codes == [0, 0], output

@@ -312,11 +312,11 @@ def test_where_a_checkpoint_cannot_be_written_or_is_not_finite_all_processes_end
     flags = ["--batch-size", 32, "--checkpoint-every", 5]
     runs = [{**common, "directory": tmp_path / name, "flags": flags} for name in ("full", "nan", "weights")]
     runs[1]["disturbances"] = {"1": [7, "nan"]}
-    runs[2]["flags"] = [*flags, "--weights", str(tmp_path / "full/checkpoint.tmp")]
+    runs[2] |= {"flags": [*flags, "--weights", str(tmp_path / "full/checkpoint.tmp")], "grace": 0.5}
     (tmp_path / "full").mkdir()
     (tmp_path / "full/checkpoint.tmp").write_text("in the way")
     expected = ([1, 1], "cannot write step-00000005 ("), ([1, 1], "not finite since a step between 7 and 9 "), ([2], "")
-    for (codes, words), (found, output) in zip(expected, forked(runs, tmp_path), strict=True):
+    for (codes, words), (found, output) in zip(expected, forked(runs, tmp_path, together=2), strict=True):
         assert found[: len(codes)] == codes and words in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
     assert [path.name for path in tmp_path.glob("*/step-*")] == ["step-00000005"]

@@ -164,19 +164,36 @@ def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_p
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
 
 
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    """Side by side, on one core each: the compiler works on one for longer than most of the others take together."""
+    directory = tmp_path_factory.mktemp("long")
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    short, real = ["--max-steps", 3, "--batch-size", 16], ["--data", "cifar10", "--data-dir", REAL_DATA]
+    runs = {
+        "compiled": (1, "ddp_cifar", [*short, "--compile"], {"env": cache, "patience": 400}),
+        "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
+        "eager": (1, "ddp_cifar", short),
+    }
+    if REAL_DATA.is_dir():
+        real += ["--batch-size", 32, "--max-steps", 60, "--lr", 0.4]
+        runs |= {"fp32": (1, "ddp_cifar", real), "bf16": (1, "amp_cifar", [*real, "--precision", "bf16"])}
+    results = dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
+    assert any((directory / "cache").rglob("*.py")), "nothing was compiled"
+    return results
+
+
 @pytest.mark.slow
-def test_it_learns_synthetic_data(tmp_path):
-    flags = ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]
-    (result,) = train_forked(tmp_path, (2, "ddp_cifar", flags), together=1)
+def test_it_learns_synthetic_data(long_runs):
+    result = long_runs["synthetic"]
     assert result.summary["test_accuracy"] > 0.5
     assert [line["epoch"] for line in result.evaluations] == list(range(1, 7))
 
 
 @pytest.mark.slow
 @needs_real_data
-def test_it_learns_cifar10_and_bf16_follows_fp32(tmp_path):
-    flags = ["--data", "cifar10", "--data-dir", REAL_DATA, "--batch-size", 32, "--max-steps", 60, "--lr", 0.4]
-    fp32, bf16 = train_forked(tmp_path, (1, "ddp_cifar", flags), (1, "amp_cifar", [*flags, "--precision", "bf16"]))
+def test_it_learns_cifar10_and_bf16_follows_fp32(long_runs):
+    fp32, bf16 = long_runs["fp32"], long_runs["bf16"]
     assert fp32.summary["samples"] == 10_000
     assert fp32.summary["test_accuracy"] > 0.2
     losses, expected = ([line["loss"] for line in run.train] for run in (bf16, fp32))
@@ -185,12 +202,7 @@ def test_it_learns_cifar10_and_bf16_follows_fp32(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
-    flags = ["--max-steps", 3, "--batch-size", 16]
-    cache = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}}
-    runs = (1, "ddp_cifar", flags), (1, "ddp_cifar", [*flags, "--compile"], {**cache, "patience": 400})
-    eager, compiled = train_forked(tmp_path, *runs)
-    assert any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"
-    weights, expected = load_file(compiled.weights), load_file(eager.weights)
+def test_a_compiled_model_learns_the_same_and_keeps_its_names(long_runs):
+    weights, expected = (load_file(long_runs[name].weights) for name in ("compiled", "eager"))
     assert weights.keys() == expected.keys()
     assert max((weights[name] - value).abs().max() for name, value in expected.items()) < 1e-5
