@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, launch, load, run, the_error_line
+from conftest import CONFIGS, ROOT, forked, load, run, the_error_line
 
 SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--max-steps", "2"]
 
@@ -153,15 +153,17 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
 @pytest.mark.slow
 def test_cpu_processes_leave_a_gpu_alone(tmp_path):
     """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is hidden."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, torch\n"
-        "torch._C._get_accelerator = (lambda original: lambda check=None: torch.device('cuda')\n"
-        "    if os.environ.get('CUDA_VISIBLE_DEVICES') != '' else original())(torch._C._get_accelerator)\n"
+    script = tmp_path / "with_a_gpu.py"
+    script.write_text(
+        "import os, runpy, torch\n"
+        "original = torch._C._get_accelerator\n"
+        "visible = lambda: os.environ['CUDA_VISIBLE_DEVICES'] != ''\n"
+        "torch._C._get_accelerator = lambda check=None: torch.device('cuda') if visible() else original()\n"
+        f"runpy.run_path('{ROOT}/recipes/pipeline_cifar.py', run_name='__main__')\n"
     )
-    flags = [*SMALL, "--cpu", "--output-dir", tmp_path / "run"]
-    visible = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
-    process = launch(2, ROOT / "recipes/pipeline_cifar.py", *flags, cwd=tmp_path, **visible)
-    assert "step 2/2" in process.stdout
+    training = {"processes": 2, "script": script, "flags": [*SMALL, "--cpu"], "directory": tmp_path}
+    ((codes, output),) = forked([{**training, "env": {"CUDA_VISIBLE_DEVICES": "0"}}], tmp_path)
+    assert codes == [0, 0] and "step 2/2" in output
 
 
 def test_a_launchers_precision_is_an_error_through_the_launcher(tmp_path):
