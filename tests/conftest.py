@@ -146,13 +146,14 @@ def control_characters(text):
     return re.findall(r"[^\x20-\x7e\n]", text)
 
 
-def answer(program, processes, directory):
-    """What a program under tests/programs writes when so many processes run it."""
-    flags = [Path(directory, f"{program}-{processes}.json")]
-    run = {"processes": processes, "script": ROOT / f"tests/programs/{program}.py", "flags": flags}
-    ((codes, output),) = forked([{**run, "directory": directory}], directory, **PROGRAMS)
-    assert set(codes) == {0}, output
-    return json.loads(flags[0].read_text())
+def answers(program, counts, directory):
+    """{processes: what a program under tests/programs writes when so many run it}, side by side."""
+    paths = {processes: Path(directory, f"{program}-{processes}.json") for processes in counts}
+    common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
+    runs = [{**common, "processes": processes, "flags": [path]} for processes, path in paths.items()]
+    for codes, output in forked(runs, directory, together=2, **PROGRAMS):
+        assert set(codes) == {0}, output
+    return {processes: json.loads(path.read_text()) for processes, path in paths.items()}
 
 
 def the_error_line(process):

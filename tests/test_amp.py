@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ACCELERATE, CONFIGS, ROOT, answer, forked, run, the_error_line, train_forked
+from conftest import ACCELERATE, CONFIGS, ROOT, answers, forked, run, the_error_line, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/amp_cifar.py"
@@ -13,7 +13,7 @@ FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps",
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory):
-    return answer("overflow", 1, tmp_path_factory.mktemp("scaled"))
+    return answers("overflow", [1], tmp_path_factory.mktemp("scaled"))[1]
 
 
 def test_an_overflow_skips_one_step_halves_the_scale_and_leaves_weights_and_schedule_alone(scaled):

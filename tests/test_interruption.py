@@ -87,13 +87,12 @@ def interrupt(recipe, processes, name, target, directory, *flags):
 # What the launcher answers, and what it shows as the processes' exit code, where it is still there to show it.
 CASES = {
     ("ddp_cifar", 2, "SIGTERM", "launcher"): (1, None),
-    ("ddp_cifar", 2, "SIGINT", "group"): (1, None),
     ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
     ("amp_cifar", 2, "SIGHUP", "group"): (1, None),
     ("pipeline_cifar", 2, "SIGUSR1", 1): (1, 138),
     ("data_parallel_cifar", 1, "SIGTERM", "launcher"): (-signal.SIGTERM, None),
-    ("ddp_cifar, forkserver workers", 1, "SIGINT", "group"): (-signal.SIGINT, None),
-    ("ddp_cifar, spawn workers", 2, "SIGTERM", "group"): (1, None),
+    ("ddp_cifar, forkserver workers", 1, "SIGTERM", "group"): (-signal.SIGTERM, None),
+    ("ddp_cifar, spawn workers", 2, "SIGINT", "group"): (1, None),
     ("ddp_cifar, torchrun", 2, "SIGKILL", "launcher"): (-signal.SIGKILL, None),
 }
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, answer, forked, load, train_forked
+from conftest import ROOT, answers, forked, load, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/pipeline_cifar.py"
@@ -13,11 +13,16 @@ SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps",
 recipe = load("recipes/pipeline_cifar.py")
 
 
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    return answers("pipeline_gradient", [2, 4, 8], tmp_path_factory.mktemp("gradients"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(processes, tmp_path):
+def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(gradients, processes):
     """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes the small model."""
-    cases = answer("pipeline_gradient", processes, tmp_path)
+    cases = gradients[processes]
     assert len(cases) == {2: 7 + 4, 4: 7 + 1, 8: 7}[processes]
     for case, (deviation, largest, loss, expected_loss) in cases.items():
         assert deviation < 1e-9 < 1e-2 < largest, case

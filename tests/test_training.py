@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 import torchvision
-from conftest import REAL_DATA, answer, control_characters, load, needs_real_data, train_forked
+from conftest import REAL_DATA, answers, control_characters, load, needs_real_data, train_forked
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py")
@@ -16,7 +16,7 @@ recipe = load("recipes/ddp_cifar.py")
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_resnet50_applies_the_mean_gradient_of_all_microbatches_of_all_ranks(processes, tmp_path):
-    gradient = answer("ddp_gradient", processes, tmp_path)
+    gradient = answers("ddp_gradient", [processes], tmp_path)[processes]
     assert gradient["largest"] > 0.01
     assert gradient["deviation"] < 1e-10
 
@@ -50,7 +50,7 @@ def test_clipping_is_to_the_norm_of_the_whole_steps_gradient(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_evaluation_counts_each_sample_once_by_its_weight(processes, tmp_path):
-    cases = answer("evaluation", processes, tmp_path)
+    cases = answers("evaluation", [processes], tmp_path)[processes]
     assert len(cases) == 20
     for size, (told, direct) in cases.items():
         assert told == pytest.approx(direct, abs=1e-6), f"{size} samples"

@@ -130,7 +130,7 @@ class Execution:
 def serve(request):
     together = request["together"]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    share = max(1, len(cores) // together)
+    share = max(1, len(cores) // min(together, len(request["runs"])))
     free = [cores[slot * share :][:share] or cores[:share] for slot in range(together)]
     answers, waiting, running = {}, list(enumerate(request["runs"])), {}
     while waiting or running:
