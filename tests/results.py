@@ -1,14 +1,13 @@
 """Put the measurements into README.md and bench_results/README.md: `make results`.
 
-bench_results/epoch.md is the table of the summaries in bench_results/epoch/, one epoch of each recipe, several seeds;
-long.svg the learning curve of the run in bench_results/long/. Between `<!-- FILE -->` and `<!-- end -->` stands the
-text of FILE; after `<!-- FILE short -->` only the measured rows of its table, its command and its hardware.
+bench_results/accuracy.md is the table of the summaries in bench_results/accuracy/, by command and seed; long.svg is the
+learning curve of the run in bench_results/long/. Between `<!-- FILE -->` and `<!-- end -->` stands the text of FILE;
+after `<!-- FILE short -->` only the measured rows of its table, its command and its hardware.
 test_readme.py compares pages and files with what this makes.
 """
 
 import json
 import re
-import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -33,26 +32,25 @@ def when_and_with(summary):
     return ", ".join([*(f"{name} {version}" for name, version in summary["versions"].items()), summary["date"]])
 
 
-def epoch_table(directory):
-    """Return the table (Markdown) of the summaries in a directory: test accuracy by recipe, over the seeds."""
+def accuracy_table(directory):
+    """Return the table (Markdown) of the summaries in a directory: test accuracy by command, over the seeds."""
     runs = {}
     for path in sorted(directory.glob("*.json")):
         summary = json.loads(path.read_text())
-        runs.setdefault(launch_line(summary), []).append(summary)
+        runs.setdefault((summary["epochs"], summary["lr"], launch_line(summary)), []).append(summary)
     lines = [
-        "| recipe | seeds | mean | deviation | range | command, with `--seed` |",
-        "| --- | --- | ---: | ---: | ---: | --- |",
+        "| recipe | epochs | steps | samples per step | seeds | test accuracy | command, with `--seed` |",
+        "| --- | ---: | ---: | ---: | --- | ---: | --- |",
     ]
-    for command, summaries in runs.items():
-        values = [100 * summary["test_accuracy"] for summary in summaries]
+    for (epochs, _, command), summaries in sorted(runs.items(), key=lambda item: item[0]):
+        values = [f"{100 * summary['test_accuracy']:.1f}%" for summary in summaries]
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
-        name = f"{summaries[0]['recipe'].removesuffix('_cifar')}, {summaries[0]['precision']}"
-        figures = (
-            f"{statistics.mean(values):.1f}% | {statistics.stdev(values):.1f} | {min(values):.1f}-{max(values):.1f}"
-        )
-        lines.append(f"| {name} | {seeds} | {figures} | `{command}` |")
-    note = f"- {summary['steps']} steps of {summary['global_batch_size']} samples each; {when_and_with(summary)}."
-    return "\n".join(lines) + f"\n\n{note}\n"
+        first = summaries[0]
+        name = f"{first['recipe'].removesuffix('_cifar')}, {first['precision']}"
+        sizes = f"{first['steps']:,} | {first['global_batch_size']}"
+        lines.append(f"| {name} | {epochs} | {sizes} | {seeds} | {', '.join(values)} | `{command}` |")
+    (with_,) = {when_and_with(summary) for summaries in runs.values() for summary in summaries}
+    return "\n".join(lines) + f"\n\n- {with_}.\n"
 
 
 def curve(directory):
@@ -113,7 +111,7 @@ def filled(page):
 
 
 if __name__ == "__main__":
-    (RESULTS / "epoch.md").write_text(epoch_table(RESULTS / "epoch"))
+    (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
     (RESULTS / "long.svg").write_text(curve(RESULTS / "long"))
     for path in PAGES:
         path.write_text(filled(path.read_text()))

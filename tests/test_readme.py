@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, forked, load
-from results import PAGES, RESULTS, curve, epoch_table, filled, launch_line, short
+from results import PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
 from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
 from torch import nn
@@ -76,7 +76,7 @@ def test_the_result_tables_are_those_of_the_result_files():
     for page, tables in ((README, 2), (MEASUREMENTS, 1)):
         assert filled(page) == page, "run make results"
         assert page.count("<!-- end -->") == len(re.findall("<!-- bench_results/", page)) == tables
-    assert (RESULTS / "epoch.md").read_text() == epoch_table(RESULTS / "epoch")
+    assert (RESULTS / "accuracy.md").read_text() == accuracy_table(RESULTS / "accuracy")
     assert (RESULTS / "long.svg").read_text() == curve(RESULTS / "long")
     assert f"`{launch_line(json.loads((RESULTS / 'long/summary.json').read_text()))}`" in MEASUREMENTS
 
@@ -87,12 +87,12 @@ def test_a_short_table_has_the_measured_rows():
     assert short(content) == table.rpartition("\n")[0] + "\n\n`python bench.py`: 2 cores; today."
 
 
-def test_mean_and_deviation_over_the_seeds(tmp_path):
-    summary = json.loads(next((RESULTS / "epoch").glob("*.json")).read_text())
+def test_a_row_for_each_command_with_all_seeds(tmp_path):
+    summary = json.loads(next((RESULTS / "accuracy").glob("*.json")).read_text())
     for seed, accuracy in enumerate((0.3, 0.4, 0.5)):
         content = json.dumps({**summary, "seed": seed, "test_accuracy": accuracy})
         (tmp_path / f"{seed}.json").write_text(content)
-    assert " | 0, 1, 2 | 40.0% | 10.0 | 30.0-50.0 | " in epoch_table(tmp_path)
+    assert " | 0, 1, 2 | 30.0%, 40.0%, 50.0% | " in accuracy_table(tmp_path)
 
 
 @pytest.mark.slow
