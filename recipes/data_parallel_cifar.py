@@ -597,6 +597,7 @@ def make_accelerator(args, mixed_precision, *handlers):
         exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
     if gpus:
         capability = torch.cuda.get_device_capability(rank)
+        # Kernels (sm_86) run on GPUs of the same major version that are not older, PTX (compute_120) on all newer ones.
         kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in torch.cuda.get_arch_list()]
         if not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
             sm = "sm_{}{}".format(*capability)
@@ -606,11 +607,11 @@ def make_accelerator(args, mixed_precision, *handlers):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // processes))
     args.log_every = args.log_every or (50 if gpus else 10)
-    ours = [mixed_precision, str(getattr(args, "accumulation_steps", 1)), "no", "false", "false", "false", "false"]
-    names = "MIXED_PRECISION GRADIENT_ACCUMULATION_STEPS DYNAMO_BACKEND USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM"
-    for name, our in zip((names + " USE_PARALLELISM_CONFIG").split(), ours, strict=True):
-        told = os.environ.get(f"ACCELERATE_{name}", our).lower()
-        if told not in ("no", our):
+    done = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
+    done |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
+    for name, ours in (done | {"MIXED_PRECISION": mixed_precision}).items():
+        told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
+        if told not in ("no", ours):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
