@@ -545,7 +545,7 @@ def parse_args(**own_flags):
     add("--epochs", "passes over the training set; 0 only evaluates", type=int, default=30)
     add("--max-steps", "stop after this many optimizer steps", type=int)
     add("--batch-size", "samples per process and microbatch", type=int, default=128)
-    add("--lr", "peak learning rate per 128 samples of global batch", type=float, default=0.05)
+    add("--lr", "peak learning rate per 128 samples of global batch", type=float, default=0.1)
     add("--seed", "of weights, order and augmentation", type=int, default=0)
     for name, options in own_flags.items():
         add(f"--{name.replace('_', '-')}", **options)

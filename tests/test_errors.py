@@ -69,7 +69,7 @@ CASES = {
     ),
     "other hyper-parameters": (
         ["--resume", GOOD, "--lr", "0.5", "--seed", "1"],
-        ["lr is 0.05 there, 0.5 here", "seed is 0 there, 1 here"],
+        ["lr is 0.1 there, 0.5 here", "seed is 0 there, 1 here"],
     ),
     "another global batch": (
         ["--resume", GOOD, "--batch-size", "64"],

@@ -109,7 +109,7 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     assert (summary["model"], summary["stem"], summary["data"]) == ("resnet50", "imagenet", "synthetic")
     assert (summary["world_size"], summary["global_batch_size"]) == (2, 32)
     assert (summary["epochs"], summary["steps"], summary["steps_per_epoch"], summary["seed"]) == (2, 6, 20, 0)
-    assert summary["peak_learning_rate"] == 0.0125 and summary["resumed_from"] == 0
+    assert summary["peak_learning_rate"] == 0.025 and summary["resumed_from"] == 0
     versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
     assert summary["versions"] == versions
     assert summary["train_loss"] == resnet_run.train[-1]["loss"]
@@ -138,7 +138,7 @@ def test_a_file_gets_plain_lines_from_the_main_process_only(resnet_run):
     expected = f"loss {line['loss']:,.4g} accuracy {line['accuracy']:,.4g} learning_rate {line['learning_rate']:,.4g} "
     assert shown[1] == f"step 4/6 epoch 1 {expected}images_per_second {line['images_per_second']:,.4g}"
     assert [line.split()[1] for line in shown] == ["2/6", "4/6", "6/6", "6/6"] and "test_accuracy" in shown[3]
-    facts = ("global_batch_size: 32", "world_size: 2", " steps: 6", "peak_learning_rate: 0.0125", " samples: 128")
+    facts = ("global_batch_size: 32", "world_size: 2", " steps: 6", "peak_learning_rate: 0.025", " samples: 128")
     for fact in (*facts, torch.__version__):
         assert len(re.findall(re.escape(fact) + r"\b", resnet_run.output)) == 1, resnet_run.output
 
