@@ -5,12 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, forked, load
+from conftest import ROOT, load, train_forked
 from results import PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
 from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
@@ -97,9 +98,9 @@ def test_a_row_for_each_command_with_all_seeds(tmp_path):
 
 @pytest.mark.slow
 def test_every_launch_line_trains(tmp_path):
-    """Those of the README and at the top of the recipes, each with its own processes and flags, on less data; without
-    the launcher, which test_configs.py has, with the lines that have no flags."""
-    runs, commands = [], set(COMMANDS[README])
+    """Those of the README and at the top of the recipes, each with its own processes and flags, on less data; of those
+    with the same flags one, and without the launcher, which test_configs.py has."""
+    runs, commands = {}, set(COMMANDS[README])
     for path in (ROOT / "recipes").glob("*_cifar.py"):
         commands |= set(re.findall(r"^    (accelerate launch .*)", path.read_text(), re.MULTILINE))
     for command in sorted(commands):
@@ -108,14 +109,13 @@ def test_every_launch_line_trains(tmp_path):
         # A GPU is needed for fp16, and ResNet-50, which test_pipeline.py cuts, for that cut.
         if not found or "fp16" in command or "--split" in command:
             continue
-        processes, script, flags = int(found[1]), str(ROOT / found[2]), found[3].split()
-        flags += ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "1", "--batch-size", "16"]
-        directory = tmp_path / str(len(runs))
-        directory.mkdir()
-        runs.append({"processes": processes, "script": script, "flags": flags, "directory": directory})
+        processes, recipe, flags = int(found[1]), Path(found[2]).stem, found[3].split()
+        given = tuple(flag for flag in flags if flag.startswith("--") and flag not in ("--epochs", "--lr"))
+        flags += ["--data", "synthetic", "--max-steps", "1", "--batch-size", "16"]
+        runs.setdefault((processes, recipe, given), (processes, recipe, flags))
     assert len(runs) >= 6
-    for described, (codes, output) in zip(runs, forked(runs, tmp_path, together=2), strict=True):
-        assert codes == [0] * described["processes"], output
+    for (processes, recipe, _), result in zip(runs, train_forked(tmp_path, *runs.values()), strict=True):
+        assert (result.summary["world_size"], result.summary["recipe"]) == (processes, recipe)
 
 
 def test_every_other_command_is_one_that_is_run_elsewhere(monkeypatch):
