@@ -19,7 +19,7 @@ def launch_line(summary):
     """The command behind a summary, without the seed."""
     line = f"accelerate launch --config_file accelerate_configs/{summary['world_size']}gpu.yaml "
     line += f"recipes/{summary['recipe']}.py --stem {summary['stem']} --epochs {summary['epochs']}"
-    defaults = {"batch_size": 128, "microbatches": 8, "lr": 0.1}
+    defaults = {"batch_size": 128, "accumulation_steps": 1, "microbatches": 8, "lr": 0.1, "clip_norm": None}
     return line + "".join(
         f" --{name.replace('_', '-')} {summary[name]}"
         for name, default in defaults.items()
@@ -38,11 +38,11 @@ def accuracy_table(directory):
     for path in sorted(directory.glob("*.json")):
         summary = json.loads(path.read_text())
         runs.setdefault((summary["epochs"], summary["lr"], launch_line(summary)), []).append(summary)
-    lines = ["| precision | seeds | test accuracy | command, with `--seed` |", "| --- | --- | ---: | --- |"]
+    lines = ["| test accuracy | seeds | command, with `--seed` |", "| ---: | --- | --- |"]
     for (_, _, command), summaries in sorted(runs.items(), key=lambda item: item[0]):
         values = [f"{100 * summary['test_accuracy']:.1f}%" for summary in summaries]
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
-        lines.append(f"| {summaries[0]['precision']} | {seeds} | {', '.join(values)} | `{command}` |")
+        lines.append(f"| {', '.join(values)} | {seeds} | `{command}` |")
     (with_,) = {when_and_with(summary) for summaries in runs.values() for summary in summaries}
     return "\n".join(lines) + f"\n\n- {with_}.\n"
 
