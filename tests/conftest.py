@@ -23,9 +23,8 @@ REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 os.environ["PYTHONPATH"] = str(ROOT / "tests/startup")
 PROGRAMS = {"PYTHONPATH": f"{ROOT / 'tests'}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
 
-needs_real_data = pytest.mark.skipif(
-    not (REAL_DATA / "cifar-10-batches-py").is_dir(), reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
-)
+HAS_REAL_DATA = (REAL_DATA / "cifar-10-batches-py").is_dir()
+needs_real_data = pytest.mark.skipif(not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)")
 
 
 def load(path):

@@ -1,7 +1,7 @@
 """Put the measurements into README.md and bench_results/README.md: `make results`.
 
 bench_results/accuracy.md is the table of the summaries in bench_results/accuracy/, by command and seed; long.svg is the
-learning curve of the run in bench_results/long/. Between `<!-- FILE -->` and `<!-- end -->` stands the text of FILE;
+learning curve of the one whose metrics are there, too. Between `<!-- FILE -->` and `<!-- end -->` stands FILE's text;
 after `<!-- FILE short -->` only the measured rows of its table, its command and its hardware.
 test_readme.py compares pages and files with what this makes.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench_results"
+LONG = RESULTS / "accuracy/ten-0.1-0.json"
 PAGES = [ROOT / "README.md", RESULTS / "README.md"]
 
 
@@ -47,10 +48,11 @@ def accuracy_table(directory):
     return "\n".join(lines) + f"\n\n- {with_}.\n"
 
 
-def curve(directory):
-    """Return the learning curve (SVG) of a run's metrics.jsonl: accuracy in training and on the test set by epoch."""
-    summary = json.loads((directory / "summary.json").read_text())
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def curve(path):
+    """Return the learning curve (SVG) of a run, from its summary (.json) and the metrics beside it (.jsonl): accuracy
+    in training and on the test set by epoch."""
+    summary = json.loads(path.read_text())
+    lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     left, top, width, height = 50, 60, 560, 280
     epochs = round(summary["steps"] / summary["steps_per_epoch"])
 
@@ -106,6 +108,6 @@ def filled(page):
 
 if __name__ == "__main__":
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
-    (RESULTS / "long.svg").write_text(curve(RESULTS / "long"))
+    (RESULTS / "long.svg").write_text(curve(LONG))
     for path in PAGES:
         path.write_text(filled(path.read_text()))

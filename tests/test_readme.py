@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, load, train_forked
-from results import PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
+from results import LONG, PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
 from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
 from torch import nn
@@ -80,8 +80,8 @@ def test_the_result_tables_are_those_of_the_result_files():
     assert (table := (RESULTS / "accuracy.md").read_text()) == accuracy_table(RESULTS / "accuracy")
     shown = re.findall(r"^\| [\d.%, ]+ \| [\d, ]+ \| `accelerate launch .*$", README, re.MULTILINE)
     assert shown and set(shown) <= set(table.splitlines())
-    assert (RESULTS / "long.svg").read_text() == curve(RESULTS / "long")
-    assert f"`{launch_line(json.loads((RESULTS / 'long/summary.json').read_text()))}`" in MEASUREMENTS
+    assert (RESULTS / "long.svg").read_text() == curve(LONG)
+    assert f"`{launch_line(json.loads(LONG.read_text()))}`" in MEASUREMENTS
 
 
 def test_a_short_table_has_the_measured_rows():

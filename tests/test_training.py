@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 import torchvision
-from conftest import REAL_DATA, answers, control_characters, load, needs_real_data, train_forked
+from conftest import HAS_REAL_DATA, REAL_DATA, answers, control_characters, load, needs_real_data, train_forked
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py")
@@ -176,7 +176,7 @@ def long_runs(tmp_path_factory):
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
         "eager": (1, "ddp_cifar", short, watched),
     }
-    if REAL_DATA.is_dir():
+    if HAS_REAL_DATA:
         real += ["--batch-size", 32, "--max-steps", 60, "--lr", 0.4]
         runs |= {"fp32": (1, "ddp_cifar", real), "bf16": (1, "amp_cifar", [*real, "--precision", "bf16"])}
     return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
