@@ -10,7 +10,9 @@ the backward pass and the gradients divided by it after. A step whose gradients 
 scale; thousands of good ones in a row double it (Micikevicius et al. 2018, arXiv:1710.03740). Accelerate does all of
 this in `backward`, `clip_grad_norm_` and `optimizer.step`; every line of metrics has the scale and the skipped steps.
 
-To make this file yours, see ddp_cifar.py: it is the same but for `choose_precision`, and what `main` does with it.
+To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
+"machinery". What is below it is the same in every recipe and knows nothing of your task: checkpoints and resuming,
+signals, metrics, the command line; at its end the data sets of this example.
 """
 
 import argparse
@@ -181,9 +183,9 @@ def main():
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
         compile={"action": "store_true", "help": "torch.compile with CUDA graphs: slow start, fewer launches"},
     )
-    precision, chosen_by = choose_precision(args)
+    args.precision, args.precision_chosen = choose_precision(args)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = make_accelerator(args, "no" if precision == "fp32" else precision, ddp)
+    accelerator = make_accelerator(args, args.precision, ddp)
     utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
     train_loader, test_loader = accelerator.prepare(*loaders)
@@ -209,8 +211,7 @@ def main():
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = False  # of BatchNorm, in every step: `evaluate` takes the first process's
 
-    config = {**vars(args), "precision": precision, "precision_chosen": chosen_by}
-    config |= {"global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
     if accelerator.scaler:
@@ -626,9 +627,10 @@ def parse_args(**own_flags):
     return args
 
 
-def make_accelerator(args, mixed_precision, *handlers):
+def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
     where the launcher was told something that this recipe does not do."""
+    mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
     rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)

@@ -248,7 +248,7 @@ def overhead(args):
     """Print what data, Accelerate, DDP and everything but the convolutions add to a step."""
     recipe = load(args.overhead)
     vars(args).update(seed=0, cpu=not GPUS, tracker=None, log_every=1, precision=None)
-    precision = recipe.choose_precision(args)[0] if args.overhead == "amp_cifar" else "no"
+    precision = recipe.choose_precision(args)[0] if args.overhead == "amp_cifar" else "fp32"
     accelerator = recipe.make_accelerator(args, precision, DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     seconds = seconds_per_step(args, recipe, accelerator)
     accelerator.print(f"{args.overhead}, {accelerator.num_processes} processes, {hardware(args)}, {workload(args)}")

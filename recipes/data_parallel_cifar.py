@@ -4,10 +4,13 @@
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py
     CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py
 
-One Python process copies the whole model to every GPU in every step, cuts the batch among them, and adds their
-gradients up on the first. DDP keeps the copies, overlaps the all-reduce with the backward pass, has one interpreter per
-GPU and goes beyond one machine. The losses are those of ddp_cifar.py in one process at the same --batch-size, which is
-the global batch here. To make this file yours, see ddp_cifar.py: it is the same but for `main`.
+One process copies the whole model to every GPU in every step, cuts the batch (--batch-size is that of all GPUs) among
+them, and adds their gradients up on the first. DDP keeps the copies, overlaps the all-reduce with the backward pass,
+and has one interpreter per GPU. Losses are those of ddp_cifar.py in one process.
+
+To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
+"machinery". What is below it is the same in every recipe and knows nothing of your task: checkpoints and resuming,
+signals, metrics, the command line; at its end the data sets of this example.
 """
 
 import argparse
@@ -148,7 +151,7 @@ def main():
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:  # Accelerate would put DDP around DataParallel
         exit_with_error("DataParallel is one process: launch it with 1gpu.yaml, or ddp_cifar.py, one process per GPU")
-    accelerator = make_accelerator(args, "no")
+    accelerator = make_accelerator(args, "fp32")
     utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
     train_loader, test_loader = accelerator.prepare(*loaders)
@@ -168,13 +171,12 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
-    # On the first GPU, where the prepared DataLoader puts the batches. Not prepared: in one process there is nothing to
-    # add. Of the replicas' BatchNorm statistics only the first one's are kept, those of its share of the batch. Only
-    # its weights are channels_last: torch sends them to the others flattened, and the convolutions convert them.
+    # On the first GPU, where the batches are. Not prepared: one process has nothing to add. Of BatchNorm's statistics
+    # the first GPU's are kept; only its weights are channels_last, the others get them flattened.
     model = nn.DataParallel(model.to(accelerator.device))
     optimizer = accelerator.prepare(optimizer)
 
-    config = {**vars(args), "precision": "fp32", "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     config |= {"replicas": len(model.device_ids)}  # 0 on CPU, where DataParallel only calls the model
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
@@ -582,9 +584,10 @@ def parse_args(**own_flags):
     return args
 
 
-def make_accelerator(args, mixed_precision, *handlers):
+def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
     where the launcher was told something that this recipe does not do."""
+    mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
     rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)

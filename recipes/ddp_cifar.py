@@ -151,7 +151,7 @@ def main():
         compile={"action": "store_true", "help": "torch.compile with CUDA graphs: slow start, fewer launches"},
     )
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = make_accelerator(args, "no", ddp)
+    accelerator = make_accelerator(args, "fp32", ddp)
     utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
     train_loader, test_loader = accelerator.prepare(*loaders)
@@ -177,7 +177,7 @@ def main():
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = False  # of BatchNorm, in every step: `evaluate` takes the first process's
 
-    config = {**vars(args), "precision": "fp32", "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
 
@@ -590,9 +590,10 @@ def parse_args(**own_flags):
     return args
 
 
-def make_accelerator(args, mixed_precision, *handlers):
+def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
     where the launcher was told something that this recipe does not do."""
+    mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
     rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)

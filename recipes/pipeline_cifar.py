@@ -12,8 +12,10 @@ activations (Narayanan et al. 2019, arXiv:1806.03377). Accelerate has no pipelin
 processes, devices, precision, optimizer and data, torch the pipeline. Gradients and losses are those of the whole model
 accumulated over the same microbatches (BatchNorm normalises over a microbatch).
 
-To make this file yours, see ddp_cifar.py; a batch has to be a pair of tensors, and `model_blocks` has to know where
-your model can be cut.
+To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
+"machinery". What is below it is the same in every recipe and knows nothing of your task: checkpoints and resuming,
+signals, metrics, the command line; at its end the data sets of this example.
+A batch has to be a pair of tensors here, and `model_blocks` has to know where your model can be cut.
 """
 
 import argparse
@@ -258,7 +260,7 @@ def main():
     if args.precision == "bf16" and not args.cpu and torch.cuda.is_available():
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
-    accelerator = make_accelerator(args, "no" if args.precision == "fp32" else args.precision)
+    accelerator = make_accelerator(args, args.precision)
     utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
 
     # Neighbours in rank are a pipeline ("pp"); the processes with the same stage are its replicas ("dp").
@@ -295,9 +297,9 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
     optimizer = accelerator.prepare_optimizer(optimizer)
 
-    config = {**vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr, "stages": holdings}
-    config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch, "bubble": 1 / (args.microbatches + 1)}
-    config |= {"pipelines": replicas.size()}
+    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
     state = {"model": stage.submod, "optimizer": optimizer, "scheduler": scheduler}
 
     def before_loading():
@@ -736,9 +738,10 @@ def parse_args(**own_flags):
     return args
 
 
-def make_accelerator(args, mixed_precision, *handlers):
+def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
     where the launcher was told something that this recipe does not do."""
+    mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
     rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)

@@ -18,8 +18,10 @@ fill its shards by itself: by `reset_parameters()` of the modules (other weights
 BatchNorm normalises over a process's own batch, as in ddp_cifar.py. Its running statistics are not sharded, and every
 process has its own: all evaluate with the main process's, which are those that are saved.
 
-To make this file yours, see ddp_cifar.py; `shard_units` has to know your model's blocks. On several machines the output
-directory has to be one that all of them share.
+To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
+"machinery". What is below it is the same in every recipe and knows nothing of your task: checkpoints and resuming,
+signals, metrics, the command line; at its end the data sets of this example.
+`shard_units` has to know your model's blocks; on several machines the output directory has to be one that all share.
 """
 
 import argparse
@@ -287,7 +289,7 @@ def main():
     if args.precision == "bf16" and not args.cpu and torch.cuda.is_available():
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
-    accelerator = make_accelerator(args, "no" if args.precision == "fp32" else args.precision)
+    accelerator = make_accelerator(args, args.precision)
     utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
     train_loader, test_loader = accelerator.prepare(*loaders)
@@ -321,7 +323,7 @@ def main():
     # Not the model: Accelerate would wrap it in DDP.
     optimizer = accelerator.prepare(optimizer)
 
-    config = {**vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     mine = sum(p.to_local().numel() for p in model.parameters())
     config["holds"] = f"{mine:,} of {total:,} parameters per process, {max(sizes, default=total):,} in the largest unit"
@@ -892,9 +894,10 @@ def parse_args(**own_flags):
     return args
 
 
-def make_accelerator(args, mixed_precision, *handlers):
+def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
     where the launcher was told something that this recipe does not do."""
+    mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
     rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
