@@ -284,7 +284,7 @@ def seconds_per_step(args, recipe, accelerator):
         torch.manual_seed(0)
         model = recipe.build_model(args).to(accelerator.device)
         options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
-        return model, torch.optim.SGD(model.parameters(), fused=accelerator.scaler is None, **options)
+        return model, torch.optim.SGD(model.parameters(), fused=None if accelerator.scaler else True, **options)
 
     model, optimizer = training()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

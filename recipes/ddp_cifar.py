@@ -169,8 +169,7 @@ def main():
     if args.compile:  # in place: the names in its state dict stay
         # Not CUDA graphs where gradients accumulate: each replay would overwrite the gradients of the one before.
         model.compile(mode="reduce-overhead" if accumulation_steps == 1 else "default")
-    # Not fused in fp16: GradScaler calls a fused optimizer in any case, and a skipped step would go unseen.
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": accelerator.scaler is None}
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
@@ -352,7 +351,7 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        main, checkpoint, problem = accelerator.is_main_process, None, None
+        self.signals, main, checkpoint, problem = SignalHandler(accelerator), accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
@@ -361,7 +360,10 @@ class Run:
             checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
         except ValueError as error:
             problem = error
-        checkpoint, problem = utils.broadcast_object_list([checkpoint, problem])
+        found = [checkpoint, problem]
+        if self.signals.group:  # from host to host: the default group would take it through the GPUs' memory
+            distributed.broadcast_object_list(found, 0, self.signals.group)
+        checkpoint, problem = found
         try:
             if checkpoint:
                 before_loading()
@@ -376,7 +378,6 @@ class Run:
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
-        self.signals = SignalHandler(accelerator)
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
         self.file.write(self.metrics)
         accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
@@ -612,9 +613,8 @@ def make_accelerator(args, precision, *handlers):
             sm = "sm_{}{}".format(*capability)
             exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
-    else:  # share the cores: the launcher would leave each process one thread
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // processes))  # the launcher would leave each process one
     args.log_every = args.log_every or (50 if gpus else 10)
     done = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
     done |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
@@ -642,7 +642,7 @@ def make_accelerator(args, precision, *handlers):
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed, non_blocking=True),
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timeout), *handlers],
     )
     launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)

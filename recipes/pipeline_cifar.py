@@ -180,11 +180,12 @@ def pipeline_train_step(schedule, stage, pipeline, replicas, optimizer, schedule
     inputs, targets = batch
     schedule.step(target=targets) if stage.is_last else schedule.step(inputs)
     gradients = [p.grad for p in stage.submod.parameters() if p.grad is not None]  # frozen ones have none
-    if replicas.size() > 1:
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(replicas.size())
+    for first in range(0, len(gradients) if replicas.size() > 1 else 0, 16):  # few all-reduces, in little memory
+        some = gradients[first : first + 16]
+        flat = torch.cat([gradient.flatten() for gradient in some]).div_(replicas.size())
         distributed.all_reduce(flat, group=replicas)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        parts = flat.split([gradient.numel() for gradient in some])
+        torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some, strict=True)])
     if clip_norm:  # to the norm of the whole model, of which this process has one stage
         norm = torch.nn.utils.get_total_norm(gradients) ** 2
         distributed.all_reduce(norm, group=pipeline)
@@ -224,22 +225,24 @@ def pipeline_evaluate(accelerator, schedule, stage, replicas, loader):
     return {f"test_{name}": value for name, value in means(names, totals).items()} | {"samples": int(totals[-1])}
 
 
-def gather_stages(mine, pipeline):
-    """Return both stages' `mine`, a dictionary, on the first process of a pipeline, and an empty list on the other."""
+def gather_stages(mine, pipeline, hosts):
+    """Return both stages' `mine`, a dictionary, on the first process of a pipeline, and an empty list on the other.
+    `hosts` is a gloo group of all processes: the pipeline's own would take it through the GPUs' memory."""
     mine, theirs = utils.send_to_device(mine, "cpu"), {}
+    first, second = distributed.get_process_group_ranks(pipeline)
     for name, value in mine.items():  # one by one: what is under way takes several times its memory
         parcel = [value]
         if pipeline.rank() > 0:
-            distributed.send_object_list(parcel, group=pipeline, group_dst=0)
+            distributed.send_object_list(parcel, first, hosts)
         else:
-            distributed.recv_object_list(parcel, group=pipeline, group_src=1)
+            distributed.recv_object_list(parcel, second, hosts)
             theirs[name] = parcel[0]
     return [mine, theirs] if theirs else []
 
 
-def merged_state_dict(stage, pipeline):
+def merged_state_dict(stage, pipeline, hosts):
     """Return the whole model's state dict, with its own names, on the first process of a pipeline."""
-    parts = [part["model"] for part in gather_stages({"model": stage.state_dict()}, pipeline)]
+    parts = [part["model"] for part in gather_stages({"model": stage.state_dict()}, pipeline, hosts)]
     return {name.replace("/", "."): value.contiguous() for part in parts for name, value in part.items()}
 
 
@@ -277,6 +280,7 @@ def main():
             put_on_device=True,
             use_seedable_sampler=True,
             data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=True,
         )
         for loader in load_data(args, accelerator)
     )
@@ -302,14 +306,17 @@ def main():
     config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
     state = {"model": stage.submod, "optimizer": optimizer, "scheduler": scheduler}
 
-    def before_loading():
-        # Torch 2.11 cannot train in a pipeline whose first pass was an evaluation.
-        inputs, targets = next(iter(train_loader))
-        schedule.step(target=targets) if stage.is_last else schedule.step(inputs)
-        take_metrics(stage)
-        optimizer.zero_grad()
+    # A pass that leaves nothing behind: in the first, torch 2.11 tries the stages out on zeros, which BatchNorm's
+    # statistics would count in, and where that is an evaluation, such as of a resumed run, it cannot train afterwards.
+    before = [buffer.clone() for buffer in stage.submod.buffers()]
+    inputs, targets = next(iter(train_loader))
+    schedule.step(target=targets) if stage.is_last else schedule.step(inputs)
+    take_metrics(stage)
+    optimizer.zero_grad()
+    for buffer, value in zip(stage.submod.buffers(), before, strict=True):
+        buffer.copy_(value)
 
-    run = PipelineRun(accelerator, config, state, before_loading, stage=pipeline.rank())
+    run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
     run.pipeline, run.replicas = pipeline, replicas
     for epoch in run.epochs():
         for step, batches in run.steps(epoch, train_loader):
@@ -321,8 +328,9 @@ def main():
             run.finish_step(step, learning_rate)
         test = pipeline_evaluate(accelerator, schedule, stage, replicas, test_loader)
         run.write("evaluation", test)
-    weights = merged_state_dict(stage.submod, pipeline)
-    accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
+    if replicas.rank() == 0:
+        weights = merged_state_dict(stage.submod, pipeline, run.signals.group)
+        accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
     # The model goes before the process group: left to the interpreter's exit, gloo aborts one run in three.
     schedule = stage = run = state = optimizer = None
@@ -487,7 +495,7 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        main, checkpoint, problem = accelerator.is_main_process, None, None
+        self.signals, main, checkpoint, problem = SignalHandler(accelerator), accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
@@ -496,7 +504,10 @@ class Run:
             checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
         except ValueError as error:
             problem = error
-        checkpoint, problem = utils.broadcast_object_list([checkpoint, problem])
+        found = [checkpoint, problem]
+        if self.signals.group:  # from host to host: the default group would take it through the GPUs' memory
+            distributed.broadcast_object_list(found, 0, self.signals.group)
+        checkpoint, problem = found
         try:
             if checkpoint:
                 before_loading()
@@ -511,7 +522,6 @@ class Run:
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
-        self.signals = SignalHandler(accelerator)
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
         self.file.write(self.metrics)
         accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
@@ -672,7 +682,7 @@ class PipelineRun(Run):
 
     def collect_state(self):
         states = super().collect_state()
-        return gather_stages(states[0], self.pipeline) if self.replicas.rank() == 0 else []
+        return gather_stages(states[0], self.pipeline, self.signals.group) if self.replicas.rank() == 0 else []
 
 
 def exit_with_error(message):
@@ -760,9 +770,8 @@ def make_accelerator(args, precision, *handlers):
             sm = "sm_{}{}".format(*capability)
             exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
-    else:  # share the cores: the launcher would leave each process one thread
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // processes))  # the launcher would leave each process one
     args.log_every = args.log_every or (50 if gpus else 10)
     done = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
     done |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
@@ -790,7 +799,7 @@ def make_accelerator(args, precision, *handlers):
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed, non_blocking=True),
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timeout), *handlers],
     )
     launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)

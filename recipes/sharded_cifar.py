@@ -10,10 +10,11 @@ forward and backward, and freed again, and its gradients are summed where their 
 arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277). The training is that of ddp_cifar.py at the same global batch.
 Accelerate's own FSDP plugin needs GPUs: it supplies processes, devices, data and optimizer here, torch the sharding.
 
-No GPU ever holds the whole model, and of the hosts' memories one does, the main process's, once: it makes the weights
-and sends each process its shards. Where they do not fit there either, leave `send_weights` out and let every process
-fill its shards by itself: by `reset_parameters()` of the modules (other weights for other numbers of processes), or by
-`dcp.load` from a checkpoint of this recipe, or from any folder of .safetensors files.
+No GPU ever holds the whole model (but all of its gradient with --accumulation-steps, without --sync-each-batch), and
+of the hosts' memories one does, the main process's, once: it makes the weights and sends each process its shards. Where
+they do not fit there either, leave `send_weights` out and let every process fill its shards by itself: by
+`reset_parameters()` of the modules (other weights for other numbers of processes), or by `dcp.load` from a checkpoint
+of this recipe, or from any folder of .safetensors files.
 
 BatchNorm normalises over a process's own batch, as in ddp_cifar.py. Its running statistics are not sharded, and every
 process has its own: all evaluate with the main process's, which are those that are saved.
@@ -268,7 +269,8 @@ def save_weights(model, path, is_main_process):
         file.write(len(header).to_bytes(8, "little") + header)
         for _, value in values:
             whole = value.full_tensor() if isinstance(value, DTensor) else value  # in which all processes take part
-            file.write(whole.detach().cpu().flatten().view(torch.uint8).numpy() if is_main_process else b"")
+            whole = whole.detach().cpu()  # on all of them: none may run ahead of the file
+            file.write(whole.flatten().view(torch.uint8).numpy() if is_main_process else b"")
 
 
 def main():
@@ -276,7 +278,7 @@ def main():
         precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: gradients are summed in fp32"},
         replicas={"type": int, "default": 1, "help": "sharded models side by side, such as one per node (HSDP)"},
         accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
-        sync_each_batch={"action": "store_true", "help": "accumulate in shards: less memory, more communication"},
+        sync_each_batch={"action": "store_true", "help": "accumulate gradients in shards, not whole: less memory"},
         clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
         activation_checkpointing={"action": "store_true", "help": "compute activations twice instead of keeping them"},
         cpu_offload={"action": "store_true", "help": "shards in the hosts' memory, on the GPU only while in use"},
@@ -313,7 +315,7 @@ def main():
     shard(model, args, mesh, accelerator.mixed_precision == "bf16")
     send_weights(whole, model, accelerator, mesh, args.cpu_offload)
     del whole
-    if not args.sync_each_batch:
+    if not (args.sync_each_batch or args.cpu_offload):
         model.no_sync = without_communication(model)
     # Not fused: torch has no rule for a fused SGD on sharded parameters (there is one for Adam and AdamW).
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
@@ -495,7 +497,7 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        main, checkpoint, problem = accelerator.is_main_process, None, None
+        self.signals, main, checkpoint, problem = SignalHandler(accelerator), accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
@@ -504,7 +506,10 @@ class Run:
             checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
         except ValueError as error:
             problem = error
-        checkpoint, problem = utils.broadcast_object_list([checkpoint, problem])
+        found = [checkpoint, problem]
+        if self.signals.group:  # from host to host: the default group would take it through the GPUs' memory
+            distributed.broadcast_object_list(found, 0, self.signals.group)
+        checkpoint, problem = found
         try:
             if checkpoint:
                 before_loading()
@@ -519,7 +524,6 @@ class Run:
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
-        self.signals = SignalHandler(accelerator)
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
         self.file.write(self.metrics)
         accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
@@ -916,9 +920,8 @@ def make_accelerator(args, precision, *handlers):
             sm = "sm_{}{}".format(*capability)
             exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
-    else:  # share the cores: the launcher would leave each process one thread
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // processes))  # the launcher would leave each process one
     args.log_every = args.log_every or (50 if gpus else 10)
     done = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
     done |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
@@ -946,7 +949,7 @@ def make_accelerator(args, precision, *handlers):
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed, non_blocking=True),
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timeout), *handlers],
     )
     launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)

@@ -29,7 +29,7 @@ GROUPS = [
     {"images": 170},
     {"profile": 40},
     {"variants": 70},
-    {"epoch": 30},
+    {"epoch": 60},
     {"compiled": 200},
     {"training": 3600},
 ]

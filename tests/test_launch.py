@@ -27,7 +27,7 @@ def start(monkeypatch):
         module = load(f"recipes/{recipe}.py")
 
         monkeypatch.setattr(module, "exit_with_error", stop)
-        monkeypatch.setattr(module, "Accelerator", lambda **options: stop())
+        monkeypatch.setattr(module, "Accelerator", lambda **options: vars(args).update(options) or stop())
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
         for name, value in fakes.items():
@@ -54,6 +54,15 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 def test_a_gpu_that_can_be_used_starts_with_a_line_every_50_steps(start):
     said, args = start(**H100, get_arch_list=WHEEL)
     assert said == "would start" and args.log_every == 50
+    assert args.dataloader_config.non_blocking, "the host would wait at each batch until the step before has ended"
+
+
+def test_processes_share_the_cores_also_on_gpus(start, monkeypatch):
+    """For what is computed on the host, such as an offloaded optimizer: the launcher leaves each process one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    torch.set_num_threads(1)
+    start(**H100, get_arch_list=WHEEL, environment={"LOCAL_WORLD_SIZE": "2"})
+    assert torch.get_num_threads() == 3
 
 
 def test_a_driver_too_old_for_the_wheel_is_an_error_and_not_training_on_cpu(start):
@@ -148,6 +157,13 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
             recipe.choose_precision(args)
     else:
         assert recipe.choose_precision(args) == expected
+
+
+def test_amp_on_cpu_does_not_ask_cuda(monkeypatch):
+    """Once asked, CUDA sees the GPUs that are hidden afterwards."""
+    recipe = load("recipes/amp_cifar.py")
+    monkeypatch.setattr(torch.cuda, "is_available", stop)
+    assert recipe.choose_precision(SimpleNamespace(precision=None, cpu=True)) == ("bf16", "by default")
 
 
 @pytest.mark.slow

@@ -75,8 +75,9 @@ def resnet_runs(tmp_path_factory):
 @pytest.mark.slow
 def test_the_merged_weights_evaluate_to_the_same_loss_in_a_plain_torchvision_model(resnet_runs):
     piped, _ = resnet_runs
-    model = torchvision.models.resnet50(num_classes=10)
-    model.load_state_dict(load_file(piped.weights), strict=True)
+    model, weights = torchvision.models.resnet50(num_classes=10), load_file(piped.weights)
+    assert {int(count) for name, count in weights.items() if "num_batches" in name} == {8}, "microbatches of one step"
+    model.load_state_dict(weights, strict=True)
     model.eval()
     images, labels = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu")).__getitems__(
         list(range(128))

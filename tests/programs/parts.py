@@ -41,7 +41,7 @@ def synchronisations():
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     loaders = accelerator.prepare(*[recipe.reproducible(loader, 0) for loader in recipe.load_data(args, accelerator)])
     model = recipe.build_model(args)
-    options = {"momentum": 0.9, "nesterov": True, "fused": cuda and accelerator.scaler is None}
+    options = {"momentum": 0.9, "nesterov": True, "fused": None if accelerator.scaler else cuda}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)

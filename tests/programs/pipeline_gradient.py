@@ -72,7 +72,7 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     rows = recipe.sample_rows(metrics).sum(0).float() if stage.is_last else torch.zeros(4)
     loss, _, _, samples = accelerator.reduce(rows).tolist()
     assert bool(metrics) == stage.is_last and samples == batch * replicas.size()
-    updated = recipe.merged_state_dict(stage.submod, pipeline)
+    updated = recipe.merged_state_dict(stage.submod, pipeline, distributed.group.WORLD)
 
     if accelerator.is_main_process:
         key = model_name, microbatches, steps, batch  # neither the schedule nor the cut is in the unsplit model
