@@ -27,7 +27,6 @@ signals, metrics, the command line; at its end the data sets of this example.
 
 import argparse
 import contextlib
-import fcntl
 import gc
 import json
 import math
@@ -881,12 +880,11 @@ def parse_args(**own_flags):
         os.makedirs(args.output_dir, exist_ok=True)
         if int(os.environ.get("RANK", 0)) == 0:  # two runs in one directory would destroy each other's checkpoints
             lock = os.open(Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)  # until this process ends
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                owner = os.read(lock, 99).decode().strip()
-                exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
+            os.lockf(lock, os.F_TLOCK, 0)
             os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
+    except BlockingIOError:
+        owner = os.read(lock, 99).decode().strip()
+        exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
     except OSError as error:
         exit_with_error(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another")
     checkpoints = list(Path(args.output_dir).glob(PATTERN))
