@@ -266,11 +266,9 @@ def load_weights(accelerator, model, args):
 
 
 # What may differ between a checkpoint and the run that resumes from it; all else that both have must be equal.
-IGNORED_KEYS = (
-    "data_dir output_dir cpu device log_every checkpoint_every keep resume weights world_size batch_size "
-    "accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions "
-    "date holds sync_each_batch activation_checkpointing cpu_offload"
-).split()
+IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep resume weights world_size batch_size
+    accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
+    holds sync_each_batch activation_checkpointing cpu_offload""".split()
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
