@@ -583,15 +583,14 @@ class Run:
     def log(self, learning_rate):
         """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
         norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
-        ranks = self.accelerator.gather(torch.cat((self.totals, norm[None]))[None]).tolist()  # waits for the device
+        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None]))).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
-        if not math.isfinite(sum(map(sum, ranks))):
+        if not math.isfinite(sum(totals)):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
             self.exit(1, f"error: loss or weights are not finite {where}, not saved: resume with a lower --lr")
-        *sums, images, _ = map(sum, zip(*ranks, strict=True))
+        values, images = means(self.names, totals[:-1]), totals[-2]
         if self.logged > self.start:
             self.images, self.seconds, rate = self.images + int(images), self.seconds + seconds, images / seconds
-        values = means(self.names, [*sums, images])
         self.totals, self.logged = 0, self.step
         values |= {"learning_rate": learning_rate, "images_per_second": rate, **self.own_metrics()}
         self.write("train", values)
