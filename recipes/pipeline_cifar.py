@@ -44,7 +44,6 @@ import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
 from accelerate.data_loader import prepare_data_loader
-from accelerate.tracking import get_available_trackers
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
@@ -717,7 +716,7 @@ def parse_args(**own_flags):
     add("--keep", "how many checkpoints to keep", type=int, default=2)
     add("--resume", "resume from a checkpoint; auto: the newest in the output directory", metavar="{auto,PATH}")
     add("--log-every", "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)", type=int)
-    add("--tracker", "where metrics go, too", choices=[tracker.value for tracker in get_available_trackers()])
+    add("--tracker", "where metrics go, too", choices=[x.value for x in accelerate.tracking.get_available_trackers()])
     args = parser.parse_args()
     for name, value in vars(args).items():
         low, flag = -1 if name == "epochs" or parser.get_default(name) == 0 else 0, f"--{name.replace('_', '-')}"
