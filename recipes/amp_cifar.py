@@ -84,7 +84,8 @@ def compute_loss(model, batch):
     """Return {name: (B,) values of the samples}: the loss, whose mean is minimised, and what else is reported.
 
     Training, evaluation and resuming call this, and nothing else knows the task. Replace it with your own. Where the
-    samples count unequally, add "weight": for sequences, return each one's mean loss, and as weight its tokens.
+    samples count unequally, add "weight": for sequences, return each one's mean loss, and as weight its tokens. The
+    loss is then the weighted mean within each microbatch of a process; all of these count equally.
     """
     images, labels = batch
     logits = model(images)
@@ -119,15 +120,18 @@ def lr_lambda(step, total_steps):
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
     """Return the metrics' means over the whole test set, each sample counted exactly once."""
+    training = [module for module in model.modules() if module.training]  # not a frozen teacher, say
     model.eval()
     utils.broadcast(list(model.buffers()))  # each process has its own BatchNorm statistics: take the first one's
+    loader.set_epoch(0)
     totals = 0
-    for batch in loader:
+    for index, batch in enumerate(loader):
+        seed_rng("evaluation", index, accelerator.process_index)  # the same random numbers in every evaluation
         metrics = compute_loss(model, batch)
         totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # without what fills up the last batches
-    model.train()
-    test = {f"test_{name}": value for name, value in means(metrics, totals.tolist()).items()}
-    return {**test, "samples": int(totals[-1])}
+    for module in training:
+        module.training = True
+    return test_metrics(metrics, totals.tolist(), len(loader.dataset))
 
 
 def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args):
@@ -207,7 +211,7 @@ def main():
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": fused}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = False  # of BatchNorm, in every step: `evaluate` takes the first process's
 
@@ -243,6 +247,9 @@ def mean_loss(metrics):
 def sample_rows(metrics):
     """Return (B, M + 2) float32: for each sample its M metrics times its weight, its weight, and 1. However samples are
     divided among batches and processes, the sums over all of them give `means`."""
+    for name, value in metrics.items():
+        if value.dim() != 1 or len(value) != len(metrics["loss"]):
+            exit_with_error(f'compute_loss: "{name}" is {tuple(value.shape)}: return one value per sample, (B,)')
     weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach()
     columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1).float()
@@ -251,6 +258,13 @@ def sample_rows(metrics):
 def means(names, sums):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
     return dict(zip([name for name in names if name != "weight"], [x / sums[-2] for x in sums[:-2]], strict=True))
+
+
+def test_metrics(names, sums, samples):
+    """Return the means of an evaluation; exit with an error unless all `samples` of the test set were counted."""
+    if (counted := int(sums[-1])) != samples:
+        exit_with_error(f"evaluate: {counted} of {samples} samples: compute_loss returns one value each, no drop_last")
+    return {f"test_{name}": value for name, value in means(names, sums).items()} | {"samples": samples}
 
 
 def seed_rng(*key):
@@ -291,6 +305,7 @@ def reproducible(loader, seed):
         exit_with_error(f"load_data: no exact resume with {names}: use a Dataset (or its Subset), batch_size, shuffle")
     if not hasattr(loader.dataset, "set_epoch"):
         vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # past a guard against other lengths
+    loader.dataset.set_epoch(0)
     return loader
 
 
@@ -302,7 +317,9 @@ def load_weights(accelerator, model, args):
             fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-        misfits = ", ".join(sorted((own | weights).keys() - fits.keys())) or "nothing"
+        filled = {own[name].data_ptr() for name in fits}  # a name tied to another one is not in every file
+        misfits = [name for name in own | weights if name not in own or own[name].data_ptr() not in filled]
+        misfits = ", ".join(sorted(misfits)) or "nothing"
         if not fits or (misfits != "nothing" and args.epochs == 0):
             exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
         model.load_state_dict(fits, strict=False)
@@ -391,7 +408,8 @@ class Run:
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
-        self.config = config = json.loads(json.dumps({"recipe": RECIPE, **config}, default=float))
+        config = json.dumps({"recipe": RECIPE, **config}, default=lambda x: float(x) if hasattr(x, "item") else str(x))
+        self.config = config = json.loads(config)
         try:
             checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
         except ValueError as error:
@@ -495,7 +513,7 @@ class Run:
         line = json.dumps({"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}) + "\n"
         self.metrics += line
         self.file.write(line)
-        values = {name: value for name, value in values.items() if value is not None}
+        values = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log({f"{event}/{name}": value for name, value in values.items()}, step=self.step)
         text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
         self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
@@ -699,7 +717,7 @@ class ImageTensors(Dataset):
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # by workers
 
     def __len__(self):
         return len(self.labels)

@@ -91,7 +91,8 @@ def compute_loss(model, batch):
     """Return {name: (B,) values of the samples}: the loss, whose mean is minimised, and what else is reported.
 
     Training, evaluation and resuming call this, and nothing else knows the task. Replace it with your own. Where the
-    samples count unequally, add "weight": for sequences, return each one's mean loss, and as weight its tokens.
+    samples count unequally, add "weight": for sequences, return each one's mean loss, and as weight its tokens. The
+    loss is then the weighted mean within each microbatch of a process; all of these count equally.
     """
     images, labels = batch
     logits = model(images)
@@ -100,7 +101,9 @@ def compute_loss(model, batch):
 
 def model_blocks(model):
     """Return {name: block} in order of execution, between which the model may be cut: the children of a Sequential, or
-    torchvision's ResNet block by block."""
+    torchvision's ResNet block by block. Another model's `forward` would not be run, so it is an error."""
+    if not isinstance(model, nn.Sequential | torchvision.models.ResNet):
+        exit_with_error(f"cannot cut {type(model).__name__}: make it an nn.Sequential, or edit model_blocks")
     blocks = {}
     for name, child in model.named_children():
         if isinstance(model, torchvision.models.ResNet) and isinstance(child, nn.Sequential):
@@ -205,22 +208,25 @@ def lr_lambda(step, total_steps):
 @torch.no_grad()
 def pipeline_evaluate(accelerator, schedule, stage, replicas, loader):
     """Return the metrics' means over the whole test set, each sample counted exactly once."""
+    training = [module for module in stage.submod.modules() if module.training]
     stage.submod.eval()
+    loader.set_epoch(0)
     for buffer in stage.submod.buffers():  # every pipeline has BatchNorm statistics of its own: take the first one's
         distributed.broadcast(buffer, group=replicas, group_src=0)
     batch_size, names, rows = loader.batch_sampler.batch_size, [], []
     for index, batch in enumerate(loader):
+        seed_rng("evaluation", index, accelerator.process_index)
         # Every pass has the first one's shape: the last batch fills itself up, and what fills it is left out.
         inputs, targets = (torch.cat([x] * math.ceil(batch_size / len(x)))[:batch_size] for x in batch)
         schedule.eval(target=targets) if stage.is_last else schedule.eval(inputs)
         real = len(loader.dataset) - (index * replicas.size() + replicas.rank()) * batch_size
         if metrics := take_metrics(stage):
             names, rows = list(metrics), [*rows, sample_rows(metrics)[: max(0, real)].sum(0)]
-    stage.submod.train()
+    for module in training:
+        module.training = True
     (names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)
     none = sample_rows(dict.fromkeys(names, torch.zeros(0, device=accelerator.device))).sum(0)
-    totals = accelerator.reduce(sum(rows, none)).tolist()
-    return {f"test_{name}": value for name, value in means(names, totals).items()} | {"samples": int(totals[-1])}
+    return test_metrics(names, accelerator.reduce(sum(rows, none)).tolist(), len(loader.dataset))
 
 
 def gather_stages(mine, pipeline, hosts):
@@ -296,7 +302,7 @@ def main():
     del stages  # the half that others hold
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=peak_lr, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     optimizer = accelerator.prepare_optimizer(optimizer)
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
@@ -347,6 +353,9 @@ def mean_loss(metrics):
 def sample_rows(metrics):
     """Return (B, M + 2) float32: for each sample its M metrics times its weight, its weight, and 1. However samples are
     divided among batches and processes, the sums over all of them give `means`."""
+    for name, value in metrics.items():
+        if value.dim() != 1 or len(value) != len(metrics["loss"]):
+            exit_with_error(f'compute_loss: "{name}" is {tuple(value.shape)}: return one value per sample, (B,)')
     weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach()
     columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1).float()
@@ -355,6 +364,13 @@ def sample_rows(metrics):
 def means(names, sums):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
     return dict(zip([name for name in names if name != "weight"], [x / sums[-2] for x in sums[:-2]], strict=True))
+
+
+def test_metrics(names, sums, samples):
+    """Return the means of an evaluation; exit with an error unless all `samples` of the test set were counted."""
+    if (counted := int(sums[-1])) != samples:
+        exit_with_error(f"evaluate: {counted} of {samples} samples: compute_loss returns one value each, no drop_last")
+    return {f"test_{name}": value for name, value in means(names, sums).items()} | {"samples": samples}
 
 
 def seed_rng(*key):
@@ -395,6 +411,7 @@ def reproducible(loader, seed):
         exit_with_error(f"load_data: no exact resume with {names}: use a Dataset (or its Subset), batch_size, shuffle")
     if not hasattr(loader.dataset, "set_epoch"):
         vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # past a guard against other lengths
+    loader.dataset.set_epoch(0)
     return loader
 
 
@@ -406,7 +423,9 @@ def load_weights(accelerator, model, args):
             fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-        misfits = ", ".join(sorted((own | weights).keys() - fits.keys())) or "nothing"
+        filled = {own[name].data_ptr() for name in fits}  # a name tied to another one is not in every file
+        misfits = [name for name in own | weights if name not in own or own[name].data_ptr() not in filled]
+        misfits = ", ".join(sorted(misfits)) or "nothing"
         if not fits or (misfits != "nothing" and args.epochs == 0):
             exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
         model.load_state_dict(fits, strict=False)
@@ -495,7 +514,8 @@ class Run:
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
-        self.config = config = json.loads(json.dumps({"recipe": RECIPE, **config}, default=float))
+        config = json.dumps({"recipe": RECIPE, **config}, default=lambda x: float(x) if hasattr(x, "item") else str(x))
+        self.config = config = json.loads(config)
         try:
             checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
         except ValueError as error:
@@ -599,7 +619,7 @@ class Run:
         line = json.dumps({"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}) + "\n"
         self.metrics += line
         self.file.write(line)
-        values = {name: value for name, value in values.items() if value is not None}
+        values = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log({f"{event}/{name}": value for name, value in values.items()}, step=self.step)
         text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
         self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
@@ -816,7 +836,7 @@ class ImageTensors(Dataset):
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # by workers
 
     def __len__(self):
         return len(self.labels)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from conftest import ROOT, forked, load, outputs
 from safetensors.torch import load_file
 
@@ -20,14 +21,6 @@ from torchvision import transforms
 
 def load_data(args, accelerator):
     """A folder of JPEG files by class, cropped at random in two worker processes."""
-    with accelerator.main_process_first():
-        if not os.path.isdir("images"):
-            for index in range(48):
-                path = Path("images.tmp", f"class{index % 3}", f"{index}.jpg")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                image = torch.randint(256, (3, 40, 48), generator=torch.Generator().manual_seed(index))
-                torchvision.io.write_jpeg(image.byte(), str(path))
-            os.rename("images.tmp", "images")
     crop = [transforms.RandomResizedCrop(32), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
     train_set = torchvision.datasets.ImageFolder("images", transforms.Compose(crop))
     test_set = torchvision.datasets.ImageFolder("images", transforms.Compose([transforms.Resize((32, 32)), crop[-1]]))
@@ -70,7 +63,8 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(20, 16)
         self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(16, 20)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
         return {"logits": self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0))}
@@ -92,21 +86,31 @@ def lr_lambda(step, total_steps):
 """
 
 REGRESSION = """
+class Noisy(torch.utils.data.TensorDataset):
+    def set_epoch(self, epoch):
+        self.noise = torch.randn(len(self), generator=torch.Generator().manual_seed(epoch))
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return inputs + self.noise[index], targets
+
+
 def load_data(args, accelerator):
     inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
-    dataset = torch.utils.data.TensorDataset(inputs, torch.stack((inputs.sum(1), inputs.prod(1)), dim=1))
+    dataset = Noisy(inputs, torch.stack((inputs.sum(1), inputs.prod(1)), dim=1))
     return DataLoader(dataset, args.batch_size, shuffle=True), DataLoader(dataset, args.batch_size)
 
 
 def build_model(args):
-    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 2))
+    frozen = nn.Dropout(0.1).eval()  # not to be woken up by an evaluation
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.ReLU(), frozen, nn.Linear(16, 2))
 
 
 def compute_loss(model, batch):
     inputs, targets = batch
     outputs = model(inputs)
     first, second = F.mse_loss(outputs, targets, reduction="none").unbind(1)
-    return {"loss": first + 0.5 * second, "first": first, "second": second}
+    return {"loss": (first + 0.5 * second) * (1 + 0.1 * torch.rand_like(first)), "first": first, "second": second}
 """
 
 PROJECTS = {"images": IMAGES, "tokens": TOKENS, "regression": REGRESSION}
@@ -152,6 +156,11 @@ def described(project, recipe, processes, directory):
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
     directory = tmp_path_factory.mktemp("projects")
+    for index in range(48):
+        path = directory / f"images/class{index % 3}/{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = torch.randint(256, (3, 40, 48), generator=torch.Generator().manual_seed(index))
+        torchvision.io.write_jpeg(image.byte(), str(path))
     wholes, resumed = zip(*(described(*case, directory) for case in CASES), strict=True)
     answers = [forked(runs, directory, together=2) for runs in (wholes, resumed)]
     return directory, dict(zip(CASES, zip(*answers, strict=True), strict=True))
@@ -170,6 +179,8 @@ def test_resumed_in_mid_epoch_it_is_the_uninterrupted_run(projects, case):
     metrics = {key for key in whole["train"][0] if key not in ("time", "images_per_second")}
     for mine, theirs in zip(resumed["train"], whole["train"], strict=True):
         assert {key: mine[key] for key in metrics} == {key: theirs[key] for key in metrics}
+    tests = [[line["test_loss"] for line in run["evaluations"]] for run in (resumed, whole)]
+    assert tests[0] == tests[1] and len(tests[0]) == 2, "also those that draw random numbers"
     assert whole["summary"]["samples"] == (45 if case[0] == "images" else 48)
     assert whole["train"][0]["loss"] != whole["train"][-1]["loss"]
 
@@ -311,17 +322,38 @@ def load_data(args, accelerator):
     data = d.TensorDataset(torch.zeros(24, 3, 8, 8), torch.zeros(24).long())
     return LOADERS
 """
+OWN_FORWARD = """
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 10)
+
+    def forward(self, x):
+        return self.second((x + self.first(x)).mean((2, 3)))
+
+
+def build_model(args):
+    return Residual()
+"""
 SMALL = ["--cpu", "--model", "simple_cnn", "--data", "synthetic", "--max-steps", "2", "--log-every", "1"]
-LAMBDA = "LambdaLR(optimizer, lambda step: lr_lambda(step, total_steps))"
+LAMBDA = "LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
 CLIP, STEP = 'help": "clip the gradient to this norm"},\n', "            run.finish_step(step, learning_rate)"
 TEST, LAYOUT = "        test = evaluate(", "    return model.to(memory_format"
+LOSS, EVALUATED = 'F.cross_entropy(logits, labels, reduction="none")', '        run.write("evaluation", test)'
 FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
 OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
     "a flag that is 0": (
-        [(CLIP, f'{CLIP}        workers={{"type": int, "default": 0, "help": "x"}},\n')],
+        [
+            (CLIP, f'{CLIP}        workers={{"type": int, "default": 0, "help": "x"}},\n        where={{**PATH}},\n'),
+            (EVALUATED, f'        test["confusion"] = [[1, 2], [3, 4]]\n{EVALUATED}'),
+            (
+                'RECIPE = "ddp_cifar"',
+                'RECIPE, PATH = "ddp_cifar", {"type": Path, "default": Path("somewhere"), "help": "x"}',
+            ),
+        ],
         ["--workers", "0"],
         0,
-        "workers: 0",
+        "workers: 0\n  where: somewhere\n",
     ),
     "a schedule per epoch": (
         [
@@ -346,6 +378,14 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
         "step 2/2",
     ),
     "frozen parameters": (FROZEN, [], 0, "step 2/2"),
+    "not a row per sample": ([(LOSS, f"{LOSS}[:, None]")], [], 2, 'compute_loss: "loss" is (128, 1)'),
+    "a mean": ([(LOSS, f"{LOSS}.mean()")], [], 2, 'compute_loss: "loss" is ()'),
+    "a test set in part": (
+        [("DataLoader(test_set, **options)", "DataLoader(test_set, drop_last=True, **{**options, 'batch_size': 100})")],
+        [],
+        2,
+        "evaluate: 1000 of 1024 samples",
+    ),
     "a run": ([], [], 0, "resumed_from: 0"),
     "a flag added later": (
         [(CLIP, f'{CLIP}        later={{"type": int, "default": 5, "help": "x"}},\n')],
@@ -369,11 +409,30 @@ def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path
     script = copy("pipeline_cifar", "", tmp_path / "frozen_pipeline.py", *FROZEN)
     runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "pipe"], "processes": 2})
     expected.append((0, "step 2/2"))
+    script = copy("pipeline_cifar", OWN_FORWARD, tmp_path / "own_pipeline.py")
+    runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "own"], "processes": 2})
+    expected.append((2, "cannot cut Residual"))
     answers = forked([{"processes": 1, **one, "directory": tmp_path} for one in runs], tmp_path)
     for one, (codes, output), (code, said) in zip(runs, answers, expected, strict=True):
-        assert set(codes) == {code} and said in output, (one, output)
+        # Where one of two has said it, the other waits to be ended.
+        assert codes[0] == code and set(codes) <= {code, -9} and said in output, (one, output)
         name = Path(one["script"]).stem
         assert name not in LOADERS or name in output
+
+
+def test_persistent_workers_make_the_batches_that_are_made_without(tmp_path):
+    fewer = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
+    fewer = fewer, fewer.replace("5120", "256").replace("1024", "64")
+    workers = '"collate_fn": tuple}', '"collate_fn": tuple, "num_workers": 1, "persistent_workers": True}'
+    runs = []
+    for name, replacements in (("without", [fewer]), ("with", [fewer, workers])):
+        script = copy("ddp_cifar", "", tmp_path / f"{name}.py", *replacements)
+        flags = [*SMALL, "--max-steps", "6", "--epochs", "3", "--output-dir", name]
+        runs.append({"processes": 1, "script": str(script), "flags": flags, "directory": tmp_path})
+    for codes, output in forked(runs, tmp_path, together=2):
+        assert codes == [0], output
+    losses = [[line["loss"] for line in outputs(tmp_path / name)["train"]] for name in ("without", "with")]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
 
 
 def test_the_second_epoch_is_not_the_first_one_of_the_next_seed(tmp_path):
@@ -389,10 +448,14 @@ def test_the_second_epoch_is_not_the_first_one_of_the_next_seed(tmp_path):
     assert len(set(epochs)) == 4 and len(epochs[0]) == 40
 
 
+TIED = ["--epochs", "0", "--weights", "tied/model.safetensors"]  # in which a tied name is missing
+
+
 def test_weights_to_fine_tune_to_train_on_and_to_evaluate(tmp_path):
     """Ten more steps from the weights of a run, the same evaluation on another number of processes and batch size, and
     a model with another head."""
-    recipe, head = str(ROOT / "recipes/ddp_cifar.py"), tmp_path / "head.py"
+    recipe, head, tied = str(ROOT / "recipes/ddp_cifar.py"), tmp_path / "head.py", tmp_path / "tied.py"
+    copy("ddp_cifar", TOKENS, tied)
     copy("ddp_cifar", "", head, ("nn.Flatten(), nn.Linear(128, 10)", "nn.Flatten(), nn.Linear(128, 12)"))
     weights = ["--weights", "first/model.safetensors"]
     runs = [
@@ -400,6 +463,8 @@ def test_weights_to_fine_tune_to_train_on_and_to_evaluate(tmp_path):
         (1, recipe, [*weights, "--output-dir", "more", "--lr", "0.001"]),
         (2, recipe, [*weights, "--output-dir", "evaluated", "--epochs", "0", "--batch-size", "50", "--lr", "1"]),
         (1, str(head), [*weights, "--output-dir", "head"]),
+        (1, str(tied), ["--batch-size", "8", "--output-dir", "tied"]),
+        (1, str(tied), ["--batch-size", "8", "--output-dir", "again", *TIED]),
     ]
     answers = forked(
         [
@@ -410,9 +475,9 @@ def test_weights_to_fine_tune_to_train_on_and_to_evaluate(tmp_path):
     )
     for codes, output in answers:
         assert set(codes) == {0}, output
-    first, more, evaluated = (
-        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "more", "evaluated")
-    )
+    names = "first", "more", "evaluated", "tied", "again"
+    first, more, evaluated, tied, again = (json.loads((tmp_path / name / "summary.json").read_text()) for name in names)
+    assert again["test_loss"] == tied["test_loss"] and "without what does not fit: nothing" in answers[5][1]
     assert evaluated["test_loss"] == pytest.approx(first["test_loss"], abs=1e-5) and evaluated["steps"] == 0
     assert evaluated["test_accuracy"] == first["test_accuracy"]
     assert more["test_loss"] != first["test_loss"] and more["test_loss"] == pytest.approx(first["test_loss"], abs=0.05)

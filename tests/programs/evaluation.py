@@ -18,6 +18,7 @@ recipe = load("recipes/ddp_cifar.py")
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
+data = torch.Generator().manual_seed(0)
 model = torch.nn.Linear(5, 10)
 answers = {}
 
@@ -28,7 +29,7 @@ def weighted(model, batch):
 
 
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
-    inputs, labels = torch.randn(size, 5), torch.randint(10, (size,))
+    inputs, labels = torch.randn(size, 5, generator=data), torch.randint(10, (size,), generator=data)
     prepared, loader = accelerator.prepare(model, DataLoader(TensorDataset(inputs, labels), batch_size=4))
     logits = model(inputs)
     losses, hits, weight = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels, labels + 1.0
