@@ -22,7 +22,8 @@ process has its own: all evaluate with the main process's, which are those that 
 To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
 "machinery". What is below it is the same in every recipe and knows nothing of your task: checkpoints and resuming,
 signals, metrics, the command line; at its end the data sets of this example.
-`shard_units` has to know your model's blocks; on several machines the output directory has to be one that all share.
+`shard_units` has to know your model's blocks, and `build_model` is called on the meta device, too: no `.item()` there,
+and buffers, not plain tensors. On several machines the output directory has to be one that all share.
 """
 
 import argparse
