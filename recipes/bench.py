@@ -135,7 +135,7 @@ class Configuration:
             summary = json.loads(Path(directory, "summary.json").read_text())
             if (warmed_up_at := summary.get("warmed_up_at")) is None:  # the recipes' first line of metrics
                 warmed_up_at = json.loads(Path(directory, "metrics.jsonl").open().readline())["time"]
-        names = "images_per_second", "measured_images", "measured_seconds", "peak_memory_bytes", "device"
+        names = "samples_per_second", "measured_samples", "measured_seconds", "peak_memory_bytes", "device"
         self.samples.append({name: summary[name] for name in names} | {"start_seconds": warmed_up_at - launched})
 
     def results(self, configurations):
@@ -147,12 +147,12 @@ class Configuration:
             for other in configurations:
                 if (other.recipe, other.processes) == (recipe, processes) and other.samples and not other.failure:
                     pairs = zip(self.samples, other.samples, strict=False)
-                    return statistics.median(a["images_per_second"] / b["images_per_second"] for a, b in pairs)
+                    return statistics.median(a["samples_per_second"] / b["samples_per_second"] for a, b in pairs)
 
-        rates = [sample["images_per_second"] for sample in self.samples]
+        rates = [sample["samples_per_second"] for sample in self.samples]
         one = ratio(self.recipe, 1)
         return {
-            "images_per_second": statistics.median(rates),
+            "samples_per_second": statistics.median(rates),
             "least": min(rates),
             "most": max(rates),
             "ratio": ratio(BASELINE, self.processes),
@@ -233,7 +233,7 @@ def predictions(configurations, args):
         gradient_bytes = 4 * sum(parameter.numel() for parameter in load("ddp_cifar").build_model(args).parameters())
     computed = []
     for one in configurations:
-        rate = one.results(configurations).get("images_per_second")
+        rate = one.results(configurations).get("samples_per_second")
         if rate and one.processes == 1 and one.name in (BASELINE, "ddp_cifar", "amp_cifar"):
             for devices in (2, 4, 8) if GPUS else [n for n in (2, 4, 8) if n <= CORES]:
                 # On CPU the processes share the cores, which have no time to spare for the exchange either.
@@ -249,7 +249,8 @@ def overhead(args):
     recipe = load(args.overhead)
     vars(args).update(seed=0, cpu=not GPUS, tracker=None, log_every=1, precision=None)
     precision = recipe.choose_precision(args)[0] if args.overhead == "amp_cifar" else "fp32"
-    accelerator = recipe.make_accelerator(args, precision, DistributedDataParallelKwargs(gradient_as_bucket_view=True))
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    accelerator = recipe.make_accelerator(args, precision, ddp)
     seconds = seconds_per_step(args, recipe, accelerator)
     accelerator.print(f"{args.overhead}, {accelerator.num_processes} processes, {hardware(args)}, {workload(args)}")
     accelerator.print(f"{args.rounds} rounds of {args.steps} steps each; median, least and most over the rounds")
@@ -289,7 +290,6 @@ def seconds_per_step(args, recipe, accelerator):
     model, optimizer = training()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.broadcast_buffers = False
     signals, sums = recipe.SignalHandler(accelerator), SimpleNamespace(totals=0)
 
     def endless():
@@ -315,9 +315,8 @@ def seconds_per_step(args, recipe, accelerator):
     alone, reduced = training(), training()
     if accelerator.use_distributed:
         devices = [accelerator.device] if GPUS else None
-        ddp = nn.parallel.DistributedDataParallel(reduced[0], devices, gradient_as_bucket_view=True)
-        ddp.broadcast_buffers = False  # as in the recipes
-        reduced = ddp, reduced[1]
+        as_in_recipes = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        reduced = nn.parallel.DistributedDataParallel(reduced[0], devices, **as_in_recipes), reduced[1]
     loops = {
         "full": lambda: full(next(batches)),
         "cached": lambda: full(cached),
@@ -404,7 +403,7 @@ def rows(configurations, computed):
         got = one.results(configurations)
         if got:
             ratio, scaling = (format(got[name], ".2f") if got[name] else "-" for name in ("ratio", "efficiency"))
-            cells = [f"{got['images_per_second']:,.0f}", f"{got['least']:,.0f}-{got['most']:,.0f}", ratio]
+            cells = [f"{got['samples_per_second']:,.0f}", f"{got['least']:,.0f}-{got['most']:,.0f}", ratio]
             cells += [f"{got['per_device']:,.0f}", scaling, f"{got['peak_memory_bytes'] / 2**30:.1f}"]
             cells += [f"{got['start_seconds']:.0f} s"]
         else:
@@ -457,7 +456,7 @@ def markdown(configurations, computed, args):
 def picture(configurations, computed, args):
     """Return an SVG: a bar for each configuration, a line from its least to its most, computed ones dashed."""
     bars = [
-        (one.label, one.processes, got["images_per_second"], got["least"], got["most"], False)
+        (one.label, one.processes, got["samples_per_second"], got["least"], got["most"], False)
         for one in configurations
         if (got := one.results(configurations))
     ]
@@ -498,7 +497,7 @@ def write(configurations, args, computed=()):
         "configurations": [
             {name: getattr(one, name) for name in names} | one.results(configurations) for one in configurations
         ],
-        "computed": [{"recipe": label, "processes": n, "images_per_second": rate} for label, n, rate in computed],
+        "computed": [{"recipe": label, "processes": n, "samples_per_second": rate} for label, n, rate in computed],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
@@ -571,7 +570,7 @@ def main():
                 with console.status(text):
                     one.run(args)
                 write(configurations, args)
-                rate = f"{one.samples[-1]['images_per_second']:,.0f} images/s" if one.samples else ""
+                rate = f"{one.samples[-1]['samples_per_second']:,.0f} images/s" if one.samples else ""
                 console.print(f"{text}: {one.outcome() or rate}")
             args.measured, minutes = f"{done} of {args.rounds} rounds", (time.perf_counter() - started) / 60 / done
             if done == 1:

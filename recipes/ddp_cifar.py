@@ -9,8 +9,8 @@ Every process holds the whole model, reads its own share of each global batch, a
 others' during the backward pass. On a machine without GPUs the same commands run the same processes over gloo.
 
 To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
-"machinery". What is below it is the same in every recipe and knows nothing of your task: checkpoints and resuming,
-signals, metrics, the command line; at its end the data sets of this example.
+"machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
+--data-dir, --model, --stem and the data sets at the end are specific to this example.
 """
 
 import argparse
@@ -49,17 +49,17 @@ RECIPE = "ddp_cifar"
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, labels) batches for training and test. Replace this with your own data.
 
-    A batch is one process's: `args.batch_size` samples; `shuffle=True` shuffles over all processes. Any Dataset with a
-    length will do, with random transforms and workers, too: see `SeededSamples`.
+    Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
+    map-style Dataset works, also with random transforms and workers: see `SeededSamples`.
     """
-    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one downloads, the others wait
+    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one first, who downloads
         if args.data == "synthetic":
             train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
         else:
             train_set, test_set = cifar10(args.data_dir, train=True), cifar10(args.data_dir, train=False)
     train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
     test_set = ImageTensors(*test_set, accelerator.device)
-    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # these datasets make whole batches
+    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # its `__getitems__` returns a batch
     return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(test_set, **options)
 
 
@@ -79,11 +79,11 @@ def build_model(args):
 
 
 def compute_loss(model, batch):
-    """Return {name: (B,) values of the samples}: the loss, whose mean is minimised, and what else is reported.
+    """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this with your own.
 
-    Training, evaluation and resuming call this, and nothing else knows the task. Replace it with your own. Where the
-    samples count unequally, add "weight": for sequences, return each one's mean loss, and as weight its tokens. The
-    loss is then the weighted mean within each microbatch of a process; all of these count equally.
+    The mean of "loss" is minimised, the means of all are reported. If samples count unequally, add "weight": (B,). For
+    sequences, "loss" is then each one's mean over its tokens, and "weight" their number; the loss is the weighted mean
+    within a microbatch, and microbatches and processes count equally.
     """
     images, labels = batch
     logits = model(images)
@@ -91,9 +91,9 @@ def compute_loss(model, batch):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Learn from one microbatch; the optimizer and the schedule advance at the last one of `accumulation_steps`.
+    """Run one microbatch forward and backward; at the last of `accumulation_steps`, step optimizer and schedule, too.
 
-    Returns the metrics, on the device: to read them here would make the host wait for it in every step.
+    Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """
     with accelerator.accumulate(model):
         metrics = compute_loss(model, batch)
@@ -101,32 +101,32 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         if clip_norm and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # as fp16 skips some
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # as fp16 does on overflow
             scheduler.step()
         optimizer.zero_grad()
     return metrics
 
 
 def lr_lambda(step, total_steps):
-    """The share of the peak learning rate at optimizer step `step` (from 0): linear warm-up over the first fifth of
-    the run, linear decay to zero over the rest. The peak grows linearly with the global batch, and it is the warm-up
-    that makes this work (Goyal et al. 2017, arXiv:1706.02677)."""
+    """Return the factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up over the first
+    fifth of the run, then linear decay to zero. The peak scales linearly with the global batch, which needs the warm-up
+    (Goyal et al. 2017, arXiv:1706.02677)."""
     warmup = max(1, total_steps // 5)
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Return the metrics' means over the whole test set, each sample counted exactly once."""
-    training = [module for module in model.modules() if module.training]  # not a frozen teacher, say
+    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if n is not all."""
+    training = [module for module in model.modules() if module.training]  # frozen ones stay in evaluation mode
     model.eval()
-    utils.broadcast(list(model.buffers()))  # each process has its own BatchNorm statistics: take the first one's
-    loader.set_epoch(0)
+    utils.broadcast(list(model.buffers()))  # in place: all ranks evaluate with rank 0's BatchNorm statistics
+    loader.set_epoch(0)  # the same random transforms in each evaluation
     totals = 0
     for index, batch in enumerate(loader):
-        seed_rng("evaluation", index, accelerator.process_index)  # the same random numbers in every evaluation
+        seed_rng("evaluation", index, accelerator.process_index)
         metrics = compute_loss(model, batch)
-        totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # without what fills up the last batches
+        totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # drops the last batches' padding
     for module in training:
         module.training = True
     return test_metrics(metrics, totals.tolist(), len(loader.dataset))
@@ -138,7 +138,7 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
         for step, microbatches in run.steps(epoch, train_loader):
             learning_rate = scheduler.get_last_lr()[0]
             for index, batch in enumerate(microbatches):
-                seed_rng(args.seed, step, index, accelerator.process_index)  # dropout's, the same in a resumed run
+                seed_rng(args.seed, step, index, accelerator.process_index)  # a resumed run repeats dropout
                 run.add(train_step(accelerator, model, optimizer, scheduler, batch, args.clip_norm))
             run.finish_step(step, learning_rate)  # metrics, checkpoint, signals
         test = evaluate(accelerator, model, test_loader)
@@ -152,13 +152,14 @@ def main():
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
         compile={"action": "store_true", "help": "torch.compile with CUDA graphs: slow start, fewer launches"},
     )
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    # No broadcast of BatchNorm's buffers in every forward pass: `evaluate` does it once.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = make_accelerator(args, "fp32", ddp)
-    utils.set_seed(args.seed)  # of the weights; for what comes after see `seed_rng`
+    utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
     train_loader, test_loader = accelerator.prepare(*loaders)
-    # Samples that do not fill a global batch are dropped in this epoch: so N processes take the very steps that one
-    # process takes when it accumulates over N microbatches.
+    # An incomplete last global batch is dropped, so that N processes take the same steps as one process with N
+    # microbatches. `min`: never accumulate over more than an epoch.
     accumulation_steps = accelerator.gradient_accumulation_steps = min(args.accumulation_steps, len(train_loader))
     if accumulation_steps == 0:
         exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
@@ -176,14 +177,13 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.broadcast_buffers = False  # of BatchNorm, in every step: `evaluate` takes the first process's
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
 
     def before_loading():
-        # DDP lays out its buckets anew after its first backward pass, and the layout decides how sums round.
+        # DDP rebuilds its buckets after its first backward pass, which changes how sums round: do it before.
         accelerator.backward(mean_loss(compute_loss(model, next(iter(train_loader)))))
         optimizer.zero_grad()
 
@@ -191,13 +191,13 @@ def main():
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
     accelerator.save_model(model, args.output_dir)
     run.finish(test)
-    # The model goes before the process group: left to the interpreter's exit, gloo aborts one run in three.
+    # Free the model before the process group: at the interpreter's exit, gloo would abort one run in three.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
 
 
-# ============================================================================= machinery, the same in every recipe
+# ==================================================================================== machinery, shared by the recipes
 def mean_loss(metrics):
     """Return the samples' mean loss, by their weights if there are any: what the backward pass begins with."""
     weight = metrics.get("weight")
@@ -205,8 +205,8 @@ def mean_loss(metrics):
 
 
 def sample_rows(metrics):
-    """Return (B, M + 2) float32: for each sample its M metrics times its weight, its weight, and 1. However samples are
-    divided among batches and processes, the sums over all of them give `means`."""
+    """Return (B, M + 2) float32, a row per sample: its M metrics times its weight, its weight, and 1. `means` divides
+    their sums over all batches and ranks. Exits with an error unless all metrics are (B,)."""
     for name, value in metrics.items():
         if value.dim() != 1 or len(value) != len(metrics["loss"]):
             exit_with_error(f'compute_loss: "{name}" is {tuple(value.shape)}: return one value per sample, (B,)')
@@ -223,7 +223,7 @@ def means(names, sums):
 def test_metrics(names, sums, samples):
     """Return the means of an evaluation; exit with an error unless all `samples` of the test set were counted."""
     if (counted := int(sums[-1])) != samples:
-        exit_with_error(f"evaluate: {counted} of {samples} samples: compute_loss returns one value each, no drop_last")
+        exit_with_error(f"evaluate: {counted} of {samples} samples counted: return one value per sample, no drop_last")
     return {f"test_{name}": value for name, value in means(names, sums).items()} | {"samples": samples}
 
 
@@ -238,8 +238,8 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """Any map-style dataset, its random transforms a function of (seed, epoch, index): the same whichever process or
-    worker makes the sample, and in a resumed run."""
+    """A map-style dataset that seeds the random numbers of each sample by (seed, epoch, index): its random transforms
+    do not depend on the rank or the worker, and are the same in a resumed run."""
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
@@ -257,14 +257,14 @@ class SeededSamples(Dataset):
 
 
 def reproducible(loader, seed):
-    """Return the loader with its dataset in `SeededSamples`, unless that has a `set_epoch` of its own, to do the same.
-    Exit with an error where it cannot be divided among processes, and resumed, exactly."""
+    """Wrap the loader's dataset in `SeededSamples`, in place, unless it has a `set_epoch`, and then has to seed itself.
+    Return the loader. Exit with an error if its samplers cannot be divided among processes and resumed exactly."""
     kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
     if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
         names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
-        exit_with_error(f"load_data: no exact resume with {names}: use a Dataset (or its Subset), batch_size, shuffle")
+        exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size and shuffle")
     if not hasattr(loader.dataset, "set_epoch"):
-        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # past a guard against other lengths
+        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids to assign it
     loader.dataset.set_epoch(0)
     return loader
 
@@ -283,7 +283,7 @@ def load_weights(accelerator, model, args):
         if not fits or (misfits != "nothing" and args.epochs == 0):
             exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
         model.load_state_dict(fits, strict=False)
-        accelerator.print(f"weights of {args.weights}, without what does not fit: {misfits}")
+        accelerator.print(f"loaded the weights {args.weights}; names that do not fit: {misfits}")
     return model
 
 
@@ -295,8 +295,8 @@ FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
 def find_checkpoint(config, read):
-    """Return the checkpoint of `--resume`, for auto the newest intact one, or None. Raises ValueError where it cannot
-    be used. Later ones, of the branch that this run leaves, are renamed, or auto would return to them."""
+    """Return the checkpoint of `--resume` (auto: the newest intact one, or None). Raises ValueError if it is unusable
+    or of another run. Renames later ones, from which the next auto would resume otherwise."""
     paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:
@@ -321,8 +321,8 @@ def find_checkpoint(config, read):
 
 
 class SignalHandler:
-    """SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any process, or the launcher's death: all processes stop after one step.
-    They agree on it by an all-reduce among the hosts, which overlaps the next step, so that no device waits."""
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop one step later: they
+    agree by a gloo all-reduce on the CPU, which overlaps that step, so that no GPU waits."""
 
     def __init__(self, accelerator):
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
@@ -330,11 +330,11 @@ class SignalHandler:
             self.signals.remove(signal.SIGHUP)
         for number in self.signals:
             signal.signal(number, self.receive)
-        # Blocked, which the loaders' workers inherit: a signal to the whole process group must not kill them first.
+        # Block them, which DataLoader's workers inherit: a signal to the whole process group must not kill them first.
         resource_tracker.ensure_running()  # it starts with the first spawned worker, and would unblock them again
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
-        self.launcher = os.getppid() if launched else None  # which does not pass every signal on before it dies
+        self.launcher = os.getppid() if launched else None  # it may die without passing the signal on
         self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
         self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
 
@@ -359,7 +359,7 @@ class SignalHandler:
 class Run:
     """What surrounds the steps of a training: resuming, metrics on the screen and in files, checkpoints, signals.
 
-    `state` has by name what is saved, of one `stage` of a pipeline; `before_loading` is called before it is loaded.
+    `state`: {name: object with a state_dict}, saved per `stage` of a pipeline; `before_loading` runs before they load.
     Throughput is over all processes, without evaluations, checkpoints and the first line of metrics, which is warm-up.
     """
 
@@ -375,7 +375,7 @@ class Run:
         except ValueError as error:
             problem = error
         found = [checkpoint, problem]
-        if self.signals.group:  # from host to host: the default group would take it through the GPUs' memory
+        if self.signals.group:  # gloo: the default group would take it through the GPUs' memory
             distributed.broadcast_object_list(found, 0, self.signals.group)
         checkpoint, problem = found
         try:
@@ -390,7 +390,7 @@ class Run:
         self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
         self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
-        self.names, self.totals, self.images, self.seconds = [], 0, 0, 0.0
+        self.names, self.totals, self.samples, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
         self.file.write(self.metrics)
@@ -418,7 +418,7 @@ class Run:
         self.console.print("\n".join([title, *rows]))
 
     def epochs(self):
-        """The epochs that are left. A checkpoint of an epoch's last step is from before its evaluation."""
+        """Return the epochs left, also one that was saved after its last step: its evaluation is missing."""
         return range(max(self.start - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch) or 1)
 
     def steps(self, epoch, loader):
@@ -433,11 +433,11 @@ class Run:
             yield step, islice(batches, accumulation_steps)
 
     def add(self, metrics):
-        """Count the metrics of a microbatch of this process in."""
+        """Add a microbatch's metrics to this rank's totals."""
         self.names, self.totals = list(metrics), self.totals + sample_rows(metrics).sum(0)
 
     def finish_step(self, step, learning_rate):
-        """After a step: a line of metrics, a checkpoint, the end, where it is time for them."""
+        """After each optimizer step: log, save a checkpoint and stop, if any of them is due."""
         self.step, stop, epoch_ends = step, self.signals.should_stop(), step % self.steps_per_epoch == 0
         every, log_every = self.config["checkpoint_every"], self.config["log_every"]
         self.progress.advance(self.task)
@@ -459,11 +459,11 @@ class Run:
         if not math.isfinite(sum(totals)):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
             self.exit(1, f"error: loss or weights are not finite {where}, not saved: resume with a lower --lr")
-        values, images = means(self.names, totals[:-1]), totals[-2]
+        values, samples = means(self.names, totals[:-1]), totals[-2]
         if self.logged > self.start:
-            self.images, self.seconds, rate = self.images + int(images), self.seconds + seconds, images / seconds
+            self.samples, self.seconds, rate = self.samples + int(samples), self.seconds + seconds, samples / seconds
         self.totals, self.logged = 0, self.step
-        values |= {"learning_rate": learning_rate, "images_per_second": rate, **self.own_metrics()}
+        values |= {"learning_rate": learning_rate, "samples_per_second": rate, **self.own_metrics()}
         self.write("train", values)
         self.interval_start = time.perf_counter()
 
@@ -514,25 +514,25 @@ class Run:
         self.saved, self.interval_start = time.time(), time.perf_counter()
 
     def exit(self, status, message):
-        """End this process before the training is complete, when all others have come here, too."""
+        """Exit before the training is complete, once all ranks have reached this call."""
         self.progress.stop()
         self.accelerator.print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
         self.accelerator.wait_for_everyone()
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        for worker in active_children():  # of a forkserver, they would not notice
+        for worker in active_children():  # under forkserver they would outlive this process
             worker.kill()
-        os._exit(status)  # all at the same moment, before the launcher ends those who are still leaving
+        os._exit(status)  # all at once, or the launcher would kill the slower ranks
 
     def finish(self, test):
-        """Show the results, and write summary.json; one of a complete run that was only evaluated again stays."""
+        """Print the results and write summary.json, unless a finished run was only evaluated again."""
         self.progress.stop()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
-        peaks, rate = utils.gather_object([peak]), self.images / self.seconds if self.images else None
+        peaks, rate = utils.gather_object([peak]), self.samples / self.seconds if self.samples else None
         losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
         results = {"train_loss": losses[-1] if losses else None, **test, **self.own_metrics()}
-        results |= {"images_per_second": rate, "measured_images": self.images, "measured_seconds": self.seconds}
+        results |= {"samples_per_second": rate, "measured_samples": self.samples, "measured_seconds": self.seconds}
         results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks}
         results |= {"seconds": time.time() - self.started}
         self.show("results", results)
@@ -542,16 +542,16 @@ class Run:
 
 
 def exit_with_error(message):
-    """Say in one line, from one process per node, what is wrong and what to do instead; exit with status 2."""
+    """Print an error in one line, from one process per node, and exit with status 2."""
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-        time.sleep(60)  # the launcher stops everybody once one process has left: let the one that speaks be first
+        time.sleep(60)  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(2)  # without the tear-down, in which gloo may abort
 
 
 def parse_args(**own_flags):
-    """Return the flags that all recipes have, and a recipe's own: {name: options of add_argument}."""
+    """Return the parsed flags, with `own_flags`, {name: options of add_argument}, and lock the output directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = exit_with_error
 
@@ -566,7 +566,7 @@ def parse_args(**own_flags):
     add("--weights", "start from model.safetensors, or a state dict as torchvision's", metavar="PATH")
     add("--epochs", "passes over the training set; 0 only evaluates", type=int, default=30)
     add("--max-steps", "stop after this many optimizer steps", type=int)
-    add("--batch-size", "samples per process and microbatch", type=int, default=128)
+    add("--batch-size", "samples per batch of the DataLoader", type=int, default=128)
     add("--lr", "peak learning rate per 128 samples of global batch", type=float, default=0.1)
     add("--seed", "of weights, order and augmentation", type=int, default=0)
     for name, options in own_flags.items():
@@ -626,11 +626,11 @@ def make_accelerator(args, precision, *handlers):
             exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // processes))  # the launcher would leave each process one
+    torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
     args.log_every = args.log_every or (50 if gpus else 10)
-    done = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
-    done |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
-    for name, ours in (done | {"MIXED_PRECISION": mixed_precision}).items():
+    supported = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
+    supported |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
+    for name, ours in (supported | {"MIXED_PRECISION": mixed_precision}).items():
         told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
         if told not in ("no", ours):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
@@ -648,7 +648,7 @@ def make_accelerator(args, precision, *handlers):
         store, rank, world_size = next(distributed.rendezvous("env://"))
         store = distributed.PrefixStore(f"attempt {attempt}", store)
         distributed.init_process_group("nccl" if gpus else "gloo", None, timeout, world_size, rank, store)
-    data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: not the order of the next seed
+    data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: the seeds must not overlap
     accelerator = Accelerator(
         cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
@@ -704,7 +704,7 @@ def cifar10(directory, train):
     try:
         dataset = torchvision.datasets.CIFAR10(directory, train=train, download=True)
     except (OSError, RuntimeError) as error:
-        exit_with_error(f"no intact CIFAR-10 in --data-dir {directory}, no download ({error}): or use --data synthetic")
+        exit_with_error(f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic")
     return torch.from_numpy(dataset.data), torch.tensor(dataset.targets)
 
 

@@ -106,7 +106,7 @@ def train(rank, args, port):
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 
-    step = measured_images = measured_seconds = 0
+    step = measured_samples = measured_seconds = 0
     done, warmed_up_at, test_accuracy = False, None, None
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
@@ -128,7 +128,7 @@ def train(rank, args, port):
             if step == args.warmup_steps:
                 warmed_up_at = time.time()
             if step > args.warmup_steps:
-                measured_images += len(labels) * args.world_size
+                measured_samples += len(labels) * args.world_size
                 measured_seconds += time.perf_counter() - clock
             done = step == args.max_steps
             if args.measure and step % args.warmup_steps == 0:
@@ -176,8 +176,8 @@ def train(rank, args, port):
             "threads": args.threads,
             "train_loss": running_loss / (index + 1),
             "test_accuracy": test_accuracy,
-            "images_per_second": measured_images / measured_seconds if measured_images else None,
-            "measured_images": measured_images,
+            "samples_per_second": measured_samples / measured_seconds if measured_samples else None,
+            "measured_samples": measured_samples,
             "measured_seconds": measured_seconds,
             "warmed_up_at": warmed_up_at,
             "peak_memory_bytes": peak.item(),

@@ -21,7 +21,7 @@ bench, plain = load("recipes/bench.py"), load("recipes/plain_ddp_cifar.py")
 
 def measured(recipe, processes, *rates):
     made = bench.Configuration(recipe, processes)
-    made.samples = [{"images_per_second": rate, "peak_memory_bytes": 2**30, "start_seconds": 7} for rate in rates]
+    made.samples = [{"samples_per_second": rate, "peak_memory_bytes": 2**30, "start_seconds": 7} for rate in rates]
     return made
 
 
@@ -89,9 +89,9 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     (path,) = (tmp_path / "out").glob("*.json")
     failing, baseline, endless = json.loads(path.read_text())["configurations"]
     (sample,) = baseline["samples"]
-    assert sample["measured_images"] == (4 - 1) * 8 * 2
-    rate = sample["measured_images"] / sample["measured_seconds"]
-    assert sample["images_per_second"] == baseline["images_per_second"] == pytest.approx(rate)
+    assert sample["measured_samples"] == (4 - 1) * 8 * 2
+    rate = sample["measured_samples"] / sample["measured_seconds"]
+    assert sample["samples_per_second"] == baseline["samples_per_second"] == pytest.approx(rate)
     assert 1 < sample["start_seconds"] < 300 and 2**26 < sample["peak_memory_bytes"] < 2**36
     assert failing["samples"] == endless["samples"] == [] and endless["failure"] is None
     assert "No module named 'encodings'" in failing["failure"] and failing["failure"] in errors
@@ -110,7 +110,7 @@ def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
     for gpus, efficiency, each in ((0, 5 / 3, 100 / bench.CORES), (2, 5 / 6, 50)):
         monkeypatch.setattr(bench, "GPUS", gpus)
         got = two.results([empty, baseline, one, two])
-        assert (got["images_per_second"], got["least"], got["most"], got["ratio"]) == (100, 50, 300, 2.5)
+        assert (got["samples_per_second"], got["least"], got["most"], got["ratio"]) == (100, 50, 300, 2.5)
         assert got["efficiency"] == pytest.approx(efficiency) and got["per_device"] == pytest.approx(each)
     assert baseline.results([empty, baseline])["efficiency"] is one.results([empty, one])["ratio"] is None
     baseline.failure = "in a later round"
@@ -144,7 +144,9 @@ def test_a_crash_loses_nothing(main, tmp_path):
     with pytest.raises(OSError, match="disk"):
         main({"ddp_cifar": [100, 200], "amp_cifar": [300, OSError("disk full")]})
     (path,) = tmp_path.iterdir()
-    rates = [[x["images_per_second"] for x in one["samples"]] for one in json.loads(path.read_text())["configurations"]]
+    rates = [
+        [x["samples_per_second"] for x in one["samples"]] for one in json.loads(path.read_text())["configurations"]
+    ]
     assert rates == [[100, 200], [300]]
 
 
@@ -256,7 +258,7 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
         assert [line["event"] for line in lines] == ["train"] * len(steps) + ["evaluation"]
         assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
         assert summary["steps_per_epoch"] >= 10**6  # in which one has to take the same images again and again
-        assert summary["measured_images"] == (steps[-1] - 2) * summary["global_batch_size"]
+        assert summary["measured_samples"] == (steps[-1] - 2) * summary["global_batch_size"]
         assert summary["measured_seconds"] >= least and steps[-1] >= 4
         assert steps[-1] == 6 or least
     one = bench.Configuration("data_parallel_cifar", 1)  # its files are what Configuration.run reads
@@ -266,7 +268,7 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
     one.run(SimpleNamespace(timeout=60))
     (sample,), directory = one.samples, tmp_path / "0/runs/data_parallel_cifar"
     summary = json.loads((directory / "summary.json").read_text())
-    assert sample["images_per_second"] == pytest.approx(4 * 16 / summary["measured_seconds"])
+    assert sample["samples_per_second"] == pytest.approx(4 * 16 / summary["measured_seconds"])
     assert sample["peak_memory_bytes"] == summary["peak_memory_bytes"] and -60 < sample["start_seconds"] < 0
     for (_, output), words in zip(answers[2:], ("2 processes", "1 processes"), strict=True):
         assert words in output
@@ -316,7 +318,7 @@ def test_the_baseline_shares_the_cores_and_its_measured_epoch_does_not_end(tmp_p
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["test_accuracy"] is None and summary["measured_seconds"] >= 0.2
     assert summary["steps"] >= 6 and summary["steps"] % 2 == 0
-    assert summary["measured_images"] == 8 * (summary["steps"] - 2)
+    assert summary["measured_samples"] == 8 * (summary["steps"] - 2)
 
     sampler = iter(plain.EndlessSampler(range(10), 2, 0))
     passes = [set(islice(sampler, 5)) for _ in range(3)]

@@ -55,8 +55,8 @@ def test_weights_are_what_training_starts_from_as_far_as_they_fit(observed, tmp_
     runs += [(2, "pipeline_cifar", [*flags, tmp_path / "other.safetensors"])]
     fresh = (1, "ddp_cifar", flags[:-1])
     mine, whole, piped, fresh = train_forked(tmp_path, *runs, fresh)
-    assert all(f"what does not fit: {', '.join(sorted(head))}\n" in result.output for result in (mine, piped))
-    assert "what does not fit: nothing\n" in whole.output
+    assert all(f"names that do not fit: {', '.join(sorted(head))}\n" in result.output for result in (mine, piped))
+    assert "names that do not fit: nothing\n" in whole.output
     for result, is_head in ((mine, fresh), (piped, fresh), (whole, None)):
         for name, value in load_file(result.weights).items():
             source = load_file(is_head.weights)[name] if is_head and name in head else weights[name]

@@ -176,7 +176,7 @@ def test_resumed_in_mid_epoch_it_is_the_uninterrupted_run(projects, case):
     assert resumed["summary"]["resumed_from"] == 9 and whole["summary"]["steps"] == 12
     weights, expected = load_file(resumed["weights"]), load_file(whole["weights"])
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
-    metrics = {key for key in whole["train"][0] if key not in ("time", "images_per_second")}
+    metrics = {key for key in whole["train"][0] if key not in ("time", "samples_per_second")}
     for mine, theirs in zip(resumed["train"], whole["train"], strict=True):
         assert {key: mine[key] for key in metrics} == {key: theirs[key] for key in metrics}
     tests = [[line["test_loss"] for line in run["evaluations"]] for run in (resumed, whole)]
@@ -384,7 +384,7 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
         [("DataLoader(test_set, **options)", "DataLoader(test_set, drop_last=True, **{**options, 'batch_size': 100})")],
         [],
         2,
-        "evaluate: 1000 of 1024 samples",
+        "evaluate: 1000 of 1024 samples counted",
     ),
     "a run": ([], [], 0, "resumed_from: 0"),
     "a flag added later": (
@@ -401,7 +401,7 @@ def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path
     for name, loaders in LOADERS.items():
         script = copy("ddp_cifar", LOADER.replace("LOADERS", loaders), tmp_path / f"{name}.py")
         runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name]})
-        expected.append((2, f"load_data: no exact resume with {'Stream' if name == 'Stream' else ''}"))
+        expected.append((2, f"load_data: cannot resume {'Stream' if name == 'Stream' else ''}"))
     for index, (name, (replacements, flags, code, said)) in enumerate(OUTCOMES.items()):
         script = copy("ddp_cifar", "", tmp_path / f"{index}.py", *replacements)
         runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name, *flags]})
@@ -477,9 +477,9 @@ def test_weights_to_fine_tune_to_train_on_and_to_evaluate(tmp_path):
         assert set(codes) == {0}, output
     names = "first", "more", "evaluated", "tied", "again"
     first, more, evaluated, tied, again = (json.loads((tmp_path / name / "summary.json").read_text()) for name in names)
-    assert again["test_loss"] == tied["test_loss"] and "without what does not fit: nothing" in answers[5][1]
+    assert again["test_loss"] == tied["test_loss"] and "names that do not fit: nothing" in answers[5][1]
     assert evaluated["test_loss"] == pytest.approx(first["test_loss"], abs=1e-5) and evaluated["steps"] == 0
     assert evaluated["test_accuracy"] == first["test_accuracy"]
     assert more["test_loss"] != first["test_loss"] and more["test_loss"] == pytest.approx(first["test_loss"], abs=0.05)
-    assert "without what does not fit: 2.1.bias, 2.1.weight" in answers[3][1]
+    assert "names that do not fit: 2.1.bias, 2.1.weight" in answers[3][1]
     assert not list((tmp_path / "evaluated").glob("step-*.pt"))

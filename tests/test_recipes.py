@@ -128,10 +128,10 @@ def test_trains_when_copied_alone_into_an_empty_directory(recipe, copies):
     assert (summary["recipe"], summary["model"], summary["steps"]) == (recipe, model, 2)
     assert 0 <= summary["test_accuracy"] <= 1 and summary["peak_memory_bytes"] > 2**20 and summary["seconds"] > 0
     assert {"stem", "data", "device", "precision", "world_size", "global_batch_size", "epochs"} <= summary.keys()
-    assert {"seed", "train_loss", "images_per_second", "versions"} <= summary.keys()
+    assert {"seed", "train_loss", "samples_per_second", "versions"} <= summary.keys()
     if recipe in RECIPES:
         result = outputs(directory / f"runs/{recipe}")
-        reference = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "images_per_second"}
+        reference = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "samples_per_second"}
         own = {"loss_scale", "skipped_steps"} if recipe == "amp_cifar" else set()
         assert result["train"] and all(line.keys() == reference | own for line in result["train"])
         written = {path.name for path in Path(directory, f"runs/{recipe}").iterdir()}

@@ -26,7 +26,7 @@ def content(path):
 
 def untimed(metrics):
     return [
-        {key: value for key, value in json.loads(line).items() if key not in ("images_per_second", "time")}
+        {key: value for key, value in json.loads(line).items() if key not in ("samples_per_second", "time")}
         for line in metrics.splitlines()
     ]
 

@@ -219,7 +219,7 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
         for event in ("train", "evaluations"):
             lines, expected = results[change][event], results[f"from {before}"][event]
             assert len(lines) == len(expected) == (10 if event == "train" else 1)
-            for key in lines[0].keys() - {"time", "images_per_second", "event"}:
+            for key in lines[0].keys() - {"time", "samples_per_second", "event"}:
                 values = [line[key] for line in expected]
                 assert [line[key] for line in lines] == pytest.approx(values, abs=1e-5, rel=0)
         weights = load_file(results[change]["weights"])

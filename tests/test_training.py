@@ -117,13 +117,13 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     assert 100 * 2**20 < summary["peak_memory_bytes"] == max(summary["rank_peak_memory_bytes"]) < 100 * 2**30
     assert summary["seconds"] > summary["measured_seconds"] > 0
     # The first two of six steps are warm-up.
-    assert summary["measured_images"] == 4 * 32
-    assert summary["images_per_second"] == pytest.approx(4 * 32 / summary["measured_seconds"])
+    assert summary["measured_samples"] == 4 * 32
+    assert summary["samples_per_second"] == pytest.approx(4 * 32 / summary["measured_seconds"])
 
     assert [line["step"] for line in resnet_run.train] == [2, 4, 6]
-    keys = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "images_per_second"}
+    keys = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "samples_per_second"}
     assert all(line.keys() == keys for line in resnet_run.train)
-    assert [line["images_per_second"] is None for line in resnet_run.train] == [True, False, False]
+    assert [line["samples_per_second"] is None for line in resnet_run.train] == [True, False, False]
     (evaluation,) = resnet_run.evaluations
     assert evaluation.keys() == {"event", "epoch", "step", "time", "test_loss", "test_accuracy", "samples"}
     assert evaluation["test_accuracy"] == summary["test_accuracy"] and evaluation["samples"] == 128
@@ -136,7 +136,7 @@ def test_a_file_gets_plain_lines_from_the_main_process_only(resnet_run):
     shown = [line for line in resnet_run.output.splitlines() if line.startswith("step ")]
     line = resnet_run.train[1]
     expected = f"loss {line['loss']:,.4g} accuracy {line['accuracy']:,.4g} learning_rate {line['learning_rate']:,.4g} "
-    assert shown[1] == f"step 4/6 epoch 1 {expected}images_per_second {line['images_per_second']:,.4g}"
+    assert shown[1] == f"step 4/6 epoch 1 {expected}samples_per_second {line['samples_per_second']:,.4g}"
     assert [line.split()[1] for line in shown] == ["2/6", "4/6", "6/6", "6/6"] and "test_accuracy" in shown[3]
     facts = ("global_batch_size: 32", "world_size: 2", " steps: 6", "peak_learning_rate: 0.025", " samples: 128")
     for fact in (*facts, torch.__version__):

@@ -76,9 +76,8 @@ def time_the_parts():
 
 
 class AlwaysBroadcast(DDP):
-    """The recipes switch it off after it is made."""
-
-    broadcast_buffers = property(lambda self: True, lambda self, value: None)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **{**options, "broadcast_buffers": True})
 
 
 class BatchedCopy(DDP):

@@ -76,7 +76,7 @@ def measure(*configurations, change="nothing", steps=None, ranked=False):
         summary = json.loads(path.read_text())
         if (warmed_up := summary.get("warmed_up_at")) is None:
             warmed_up = json.loads((run["directory"] / "out/metrics.jsonl").open().readline())["time"]
-        answer = {"images/s": summary["images_per_second"], "GiB": summary["peak_memory_bytes"] / 2**30}
+        answer = {"images/s": summary["samples_per_second"], "GiB": summary["peak_memory_bytes"] / 2**30}
         answers.append({**answer, "start s": warmed_up - launched})
     return answers
 
