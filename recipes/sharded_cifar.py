@@ -416,7 +416,7 @@ def reproducible(loader, seed):
 
 def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
-    if args.weights:
+    if args.weights is not None:
         try:
             weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
             fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
@@ -436,14 +436,17 @@ def load_weights(accelerator, model, args):
 IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep resume weights world_size batch_size
     accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
     holds sync_each_batch activation_checkpointing cpu_offload""".split()
+LAUNCHER = os.getppid()  # while it surely lives
 FORMAT = 2
 PATTERN = f"step-{'[0-9]' * 8}"  # a folder
 
 
 def find_checkpoint(config, read):
     """Return the checkpoint of `--resume` (auto: the newest intact one, or None). Raises ValueError if it is unusable
-    or of another run. Renames later ones, from which the next auto would resume otherwise."""
+    or of another run."""
     paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
+    if paths and config["resume"] != "auto" and not paths[0].parent.samefile(Path(config["resume"]).parent):
+        raise ValueError(f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir")
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:
             checkpoint = read(path)
@@ -459,10 +462,6 @@ def find_checkpoint(config, read):
     if names:
         differences = "; ".join(f"{name} is {theirs[name]} there, {config[name]} here" for name in names)
         raise ValueError(f"{path} is of another run: {differences}")
-    for later in paths if checkpoint else ():
-        if later.name > f"step-{checkpoint['step']:08}.pt":
-            shutil.rmtree(f"{later}.abandoned", ignore_errors=True)  # of an earlier branch; a file is overwritten
-            print(f"{later}: later than what this run resumes, renamed to {later.rename(f'{later}.abandoned')}")
     return checkpoint
 
 
@@ -480,9 +479,16 @@ class SignalHandler:
         resource_tracker.ensure_running()  # it starts with the first spawned worker, and would unblock them again
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
-        self.launcher = os.getppid() if launched else None  # it may die without passing the signal on
+        self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
+        sys.excepthook = self.excepthook
         self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
         self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
+
+    def excepthook(self, *error):
+        """Workers have SIGTERM blocked, too: the interpreter would wait for them for ever, were they not killed."""
+        sys.__excepthook__(*error)
+        for worker in active_children():
+            worker.kill()
 
     def receive(self, number, frame=None):
         self.received = self.received or number
@@ -502,6 +508,25 @@ class SignalHandler:
         return stop
 
 
+class Unbreakable:
+    """An output stream that falls silent when its terminal or the reader of its pipe is gone: what nobody reads must
+    not keep a checkpoint from being written."""
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            self.stream = open(os.devnull, "w")
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
 class Run:
     """What surrounds the steps of a training: resuming, metrics on the screen and in files, checkpoints, signals.
 
@@ -510,6 +535,7 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
+        sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)
         self.signals, main, checkpoint, problem = SignalHandler(accelerator), accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
@@ -517,7 +543,7 @@ class Run:
         config = json.dumps({"recipe": RECIPE, **config}, default=lambda x: float(x) if hasattr(x, "item") else str(x))
         self.config = config = json.loads(config)
         try:
-            checkpoint = find_checkpoint(config, self.read) if main and config["resume"] else None
+            checkpoint = find_checkpoint(config, self.read) if main and config["resume"] is not None else None
         except ValueError as error:
             problem = error
         found = [checkpoint, problem]
@@ -533,6 +559,10 @@ class Run:
             problem = f"stage {stage} of the checkpoint does not fit this model ({error!r:.200})"
         for misfit in filter(None, utils.gather_object([problem])):
             exit_with_error(f"argument --resume: {misfit}")
+        for later in Path(config["output_dir"]).glob(PATTERN) if main and checkpoint else ():
+            if later.name > f"step-{checkpoint['step']:08}.pt":  # or the next auto would resume from it
+                shutil.rmtree(f"{later}.abandoned", ignore_errors=True)  # of an earlier branch; a file is overwritten
+                print(f"{later}: later than what this run resumes, renamed to {later.rename(f'{later}.abandoned')}")
         self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
         self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
@@ -604,7 +634,7 @@ class Run:
         seconds, rate = time.perf_counter() - self.interval_start, None
         if not math.isfinite(sum(totals)):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
-            self.exit(1, f"error: loss or weights are not finite {where}, not saved: resume with a lower --lr")
+            self.exit(1, f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1")
         values, samples = means(self.names, totals[:-1]), totals[-2]
         if self.logged > self.start:
             self.samples, self.seconds, rate = self.samples + int(samples), self.seconds + seconds, samples / seconds
@@ -901,11 +931,12 @@ def parse_args(**own_flags):
         exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
     except OSError as error:
         exit_with_error(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another")
-    checkpoints = list(Path(args.output_dir).glob(PATTERN))
+    checkpoints = list(Path(args.output_dir).glob("step-*"))
     restarts = [int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    if checkpoints and any(restarts):  # --max_restarts after a process died, or Slurm's requeue
+    launched = psutil.Process(os.getppid()).create_time() if restarts[0] else 0  # older ones are not of this launch
+    if any(restarts) and any(path.stat().st_mtime > launched for path in checkpoints):
         args.resume = "auto"
-    if checkpoints and not args.resume:
+    if checkpoints and args.resume is None:
         exit_with_error(f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir")
     return args
 

@@ -127,7 +127,7 @@ def test_a_run_that_dies_in_its_evaluation_evaluates_when_resumed(tmp_path):
     directory = tmp_path / "run"
     script = tmp_path / "slow.py"
     text = (ROOT / "recipes/ddp_cifar.py").read_text()
-    line = "    for batch in loader:\n"
+    line = "    for index, batch in enumerate(loader):\n"
     assert text.count(line) == 1
     script.write_text(text.replace(line, line + "        os.kill(os.getpid(), signal.SIGKILL)\n"))
     flags = [*FLAGS, "--batch-size", "16", "--max-steps", "2", "--output-dir", str(directory)]
@@ -191,6 +191,47 @@ def test_under_nohup_a_hangup_does_not_stop_it(tmp_path):
             break
     process.stdout.read()
     assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_what_nobody_reads_does_not_keep_it_from_saving(tmp_path):
+    """As Ctrl-C does under `| tee`, which dies of it, too."""
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path, "--epochs", "1000"]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 128 + signal.SIGINT
+    assert list(tmp_path.glob("step-*.pt"))
+
+
+def test_a_launcher_that_dies_during_the_start_is_missed(tmp_path):
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[1], ROOT / "recipes/ddp_cifar.py", *FLAGS]
+    command += ["--output-dir", tmp_path, "--epochs", "1000"]
+    launcher = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
+    wait_until((tmp_path / "run.lock").exists)
+    (recipe,) = psutil.Process(launcher.pid).children()
+    launcher.kill()
+    launcher.wait()
+    try:
+        wait_until(lambda: not recipe.is_running(), 30)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            recipe.kill()
+    assert [path.name for path in tmp_path.glob("step-*.pt")] == ["step-00000001.pt"]
+
+
+def test_a_worker_that_hangs_does_not_keep_a_failed_run_alive(tmp_path):
+    """Its SIGTERM is blocked, and multiprocessing waits for it at the exit."""
+    stuck = WORKERS.replace("CONTEXT", "fork").replace('"num_workers": 2', '"num_workers": 1, "timeout": 1')
+    stuck = stuck.replace("torch.utils.data.TensorDataset(", "Stuck(")
+    stuck = stuck.replace("def load_data", "class Stuck(torch.utils.data.TensorDataset):\n"
+        "    def __getitem__(self, index):\n        time.sleep(1000)\n\n\ndef load_data")  # fmt: skip
+    script, main = tmp_path / "stuck.py", '\nif __name__ == "__main__":'
+    script.write_text((ROOT / "recipes/ddp_cifar.py").read_text().replace(main, stuck))
+    process = run([sys.executable, script, *FLAGS, "--output-dir", tmp_path / "run"], check=False, timeout=60)
+    assert process.returncode == 1 and "DataLoader timed out" in process.stderr
 
 
 def test_two_runs_in_one_directory(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -157,6 +158,32 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
             recipe.choose_precision(args)
     else:
         assert recipe.choose_precision(args) == expected
+
+
+@pytest.mark.parametrize(("age", "resume"), [(-10, "auto"), (10**6, None)])
+def test_a_restart_resumes_only_from_what_was_saved_since_the_launch(tmp_path, monkeypatch, age, resume):
+    """The second attempt of a launch whose first one was an error must not become a resume."""
+    recipe = load("recipes/ddp_cifar.py")
+    (tmp_path / "step-00000001.pt").touch()
+    os.utime(tmp_path / "step-00000001.pt", times=(time.time() - age,) * 2)
+    monkeypatch.setattr(recipe, "exit_with_error", stop)
+    monkeypatch.setattr(sys, "argv", ["recipe", "--output-dir", str(tmp_path)])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    if resume:
+        assert recipe.parse_args().resume == resume
+    else:
+        with pytest.raises(Stopped, match="holds a run's checkpoints"):
+            recipe.parse_args()
+
+
+def test_a_checkpoint_of_one_run_is_not_resumed_in_the_directory_of_another(tmp_path):
+    recipe = load("recipes/ddp_cifar.py")
+    for name in ("one/step-00000003.pt", "other/step-00000005.pt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    config = {"output_dir": str(tmp_path / "other"), "resume": str(tmp_path / "one/step-00000003.pt")}
+    with pytest.raises(ValueError, match="holds the checkpoints of another run"):
+        recipe.find_checkpoint(config, torch.load)
 
 
 def test_amp_on_cpu_does_not_ask_cuda(monkeypatch):
