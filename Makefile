@@ -29,9 +29,9 @@ demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: about t
 
 train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARGS="--epochs 100" passes flags on
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
-	for n in 8 4 2 1; do if [ $$gpus -ge $$n ] || [ $$n = 1 ]; then break; fi; done; \
+	how=1gpu.yaml; if [ $$gpus -gt 1 ]; then how="2gpu.yaml --num_processes $$gpus"; fi; \
 	if [ $$gpus = 0 ]; then $(BIN)/python -c "$$NO_GPU"; sleep 10; fi; \
-	set -x; $(LAUNCH)/$${n}gpu.yaml recipes/ddp_cifar.py $(ARGS)
+	set -x; $(LAUNCH)/$$how recipes/ddp_cifar.py $(ARGS)
 
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" passes flags on
 	$(BIN)/python recipes/bench.py $(ARGS)

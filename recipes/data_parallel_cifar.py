@@ -645,8 +645,9 @@ def make_accelerator(args, precision, *handlers):
     if gpus:
         capability = torch.cuda.get_device_capability(rank)
         # Kernels (sm_86) run on GPUs of the same major version that are not older, PTX (compute_120) on all newer ones.
-        kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in torch.cuda.get_arch_list()]
-        if not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
+        architectures = torch.cuda.get_arch_list() if cuda else []  # ROCm's have other names
+        kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in architectures]
+        if cuda and not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
             sm = "sm_{}{}".format(*capability)
             exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
@@ -665,10 +666,15 @@ def make_accelerator(args, precision, *handlers):
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             own = probe.getsockname()[0]
+        if own.startswith("127.") and os.environ["MASTER_ADDR"] not in ("localhost", "127.0.0.1"):
+            with socket.socket(type=kind) as probe:  # this is the first machine: take the default route's interface
+                probe.connect(("192.0.2.1", 9))
+                own = probe.getsockname()[0]
         interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
     timeout = timedelta(hours=2)  # for whoever waits for the main process's download
-    if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
+    attempt = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
+    if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The launcher's store still has the addresses of the processes that died: keep the new ones from dialling them.
         store, rank, world_size = next(distributed.rendezvous("env://"))
         store = distributed.PrefixStore(f"attempt {attempt}", store)

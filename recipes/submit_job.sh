@@ -9,6 +9,7 @@
 # overrides both, for data_parallel_cifar.py, one process over all GPUs. Before its time limit, and when it is preempted,
 # the job saves a checkpoint, goes back into the queue by itself, and continues when it is started again.
 
+# Where commands have to be activated first, put `. .venv/bin/activate` or `module load ...` before `set -u` below.
 # Where your cluster asks for them, fill these in and take one of the two hashes away:
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=PARTITION
@@ -64,9 +65,11 @@ on_node='
     if [ "$warned" ] && [ "$code" != 0 ]; then code=138; fi
     exit $code
 '
+# The fewest cores of a node, as nodes may differ: "32(x2),16" is two of 32 and one of 16.
+cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1)
 # Not --kill-on-bad-exit: where a node has died, Slurm needs time to see it and to requeue the job. The GPUs are named
 # because a step doesn't get those that the job has by --exclusive alone.
-srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 \
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="${cores%%(*}" --kill-on-bad-exit=0 --export=ALL \
     ${SLURM_GPUS_ON_NODE:+--gpus-per-node="$SLURM_GPUS_ON_NODE"} \
     bash -c "$on_node" on_node "${launch[@]}" "$recipe" "${flags[@]}"
 code=$?

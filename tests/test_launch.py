@@ -1,6 +1,7 @@
 """What a launch is checked for before anything starts, with fakes of GPUs that this machine does not have."""
 
 import os
+import socket
 import sys
 import time
 from types import SimpleNamespace
@@ -122,6 +123,23 @@ def test_what_the_launcher_says_by_default_and_what_the_recipe_does_is_no_error(
     assert start("amp_cifar", "bf16", {**said, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, device_count=0)[0] == (
         "would start"
     )
+
+
+def test_a_gpu_of_rocm_is_not_compared_with_cudas_kernels(start, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert start(**H100, get_arch_list=["gfx942"])[0] == "would start"
+
+
+def test_the_first_machine_does_not_take_its_loopback_interface_for_gloo(start, monkeypatch):
+    """In Debian's /etc/hosts its own name is 127.0.1.1."""
+    with open("/proc/net/route") as routes:
+        default = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
+    if not default:
+        pytest.skip("needs a default route")
+    answer = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    start(environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head"}, device_count=0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] in default
 
 
 def test_gloo_takes_the_interface_to_the_first_machine(start, monkeypatch):
