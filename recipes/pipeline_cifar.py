@@ -61,14 +61,14 @@ def load_data(args, accelerator):
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
     map-style Dataset works, also with random transforms and workers: see `SeededSamples`.
     """
-    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one first, who downloads
+    with accelerator.main_process_first(), accelerator.local_main_process_first():  # rank 0 downloads
         if args.data == "synthetic":
             train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
         else:
             train_set, test_set = cifar10(args.data_dir, train=True), cifar10(args.data_dir, train=False)
     train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
     test_set = ImageTensors(*test_set, accelerator.device)
-    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # its `__getitems__` returns a batch
+    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # ImageTensors makes whole batches
     return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(test_set, **options)
 
 
@@ -437,7 +437,7 @@ def load_weights(accelerator, model, args):
 IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep resume weights world_size batch_size
     accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
     holds sync_each_batch activation_checkpointing cpu_offload""".split()
-LAUNCHER = os.getppid()  # while it surely lives
+LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
@@ -445,7 +445,8 @@ def find_checkpoint(config, read):
     """Return the checkpoint of `--resume` (auto: the newest intact one, or None). Raises ValueError if it is unusable
     or of another run."""
     paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
-    if paths and config["resume"] != "auto" and not paths[0].parent.samefile(Path(config["resume"]).parent):
+    named = Path(config["resume"])
+    if config["resume"] != "auto" and paths and named.exists() and not named.parent.samefile(paths[0].parent):
         raise ValueError(f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir")
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:

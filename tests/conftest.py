@@ -95,11 +95,6 @@ def pytest_configure():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items):
-    """Slurm's jobs wait more than they compute: they begin before everything else."""
-    items.sort(key=lambda item: item.name != "test_jobs_are_submitted")
-
-
 @functools.cache
 def fork_server():
     program = [sys.executable, ROOT / "tests/programs/forked.py"]

@@ -32,7 +32,7 @@ TWO_ON_ONE, TWO_NODES = ("--ntasks-per-node=2",), ("--nodes=2",)
 PART_OF_A_NODE = ("--oversubscribe", "--mem=100")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     cluster.environment["PATH"] = f"{ACCELERATE.parent}:{os.environ['PATH']}"
@@ -53,7 +53,7 @@ def at_once(story):
     return test
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def outcomes(slurm, request, tmp_path_factory):
     """The futures of those `at_once` tests that were selected, the longest first."""
     stories = [item.function.story for item in request.session.items if hasattr(item.function, "story")]
@@ -156,13 +156,13 @@ class Training(Job):
         return subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_nodes(slurm, tmp_path_factory):
     """Nothing happens to this one, but for the other on its first node."""
     return Training(slurm, tmp_path_factory.mktemp("two"), *PART_OF_A_NODE, *TWO_NODES, "--nodelist=n[1-2]")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_node(slurm, tmp_path_factory):
     return Training(slurm, tmp_path_factory.mktemp("one"), *PART_OF_A_NODE, *TWO_ON_ONE, "--nodelist=n1")
 
@@ -291,11 +291,6 @@ def test_one_readable_log_and_the_other_nodes_apart(two_nodes):
     assert log.count(f"\nstep {STEPS}/{STEPS} epoch 1 loss") == 1
     other = (two_nodes.directory / f"slurm-{two_nodes.id}-node-1.out").read_text()
     assert "step " not in other
-
-
-def test_jobs_are_submitted(outcomes):
-    """The first of all tests (see conftest.py): while the jobs wait, others run."""
-    assert outcomes
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
