@@ -249,8 +249,7 @@ def overhead(args):
     recipe = load(args.overhead)
     vars(args).update(seed=0, cpu=not GPUS, tracker=None, log_every=1, precision=None)
     precision = recipe.choose_precision(args)[0] if args.overhead == "amp_cifar" else "fp32"
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
-    accelerator = recipe.make_accelerator(args, precision, ddp)
+    accelerator = recipe.make_accelerator(args, precision, DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     seconds = seconds_per_step(args, recipe, accelerator)
     accelerator.print(f"{args.overhead}, {accelerator.num_processes} processes, {hardware(args)}, {workload(args)}")
     accelerator.print(f"{args.rounds} rounds of {args.steps} steps each; median, least and most over the rounds")
@@ -290,6 +289,7 @@ def seconds_per_step(args, recipe, accelerator):
     model, optimizer = training()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = False
     signals, sums = recipe.SignalHandler(accelerator), SimpleNamespace(totals=0)
 
     def endless():
@@ -315,8 +315,9 @@ def seconds_per_step(args, recipe, accelerator):
     alone, reduced = training(), training()
     if accelerator.use_distributed:
         devices = [accelerator.device] if GPUS else None
-        as_in_recipes = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-        reduced = nn.parallel.DistributedDataParallel(reduced[0], devices, **as_in_recipes), reduced[1]
+        ddp = nn.parallel.DistributedDataParallel(reduced[0], devices, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False  # as in the recipes
+        reduced = ddp, reduced[1]
     loops = {
         "full": lambda: full(next(batches)),
         "cached": lambda: full(cached),

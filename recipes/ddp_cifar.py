@@ -152,8 +152,7 @@ def main():
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
         compile={"action": "store_true", "help": "torch.compile with CUDA graphs: slow start, fewer launches"},
     )
-    # No broadcast of BatchNorm's buffers in every forward pass: `evaluate` does it once.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = make_accelerator(args, "fp32", ddp)
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
@@ -177,6 +176,7 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = False  # no more: not in every forward pass, `evaluate` does it once
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}

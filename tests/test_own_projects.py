@@ -435,6 +435,33 @@ def test_persistent_workers_make_the_batches_that_are_made_without(tmp_path):
     assert losses[0] == losses[1] and len(set(losses[0])) == 6
 
 
+BUFFER = """
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 10)
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x):
+        if self.training:
+            Path(f"scale.{os.environ['RANK']}").write_text(str(self.scale.item()))
+        return super().forward(x.mean((2, 3))) * self.scale
+
+
+def build_model(args):
+    torch.manual_seed(int(os.environ["RANK"]))
+    return Scaled()
+"""
+
+
+def test_all_ranks_begin_with_the_buffers_of_the_first(tmp_path):
+    script = copy("ddp_cifar", BUFFER, tmp_path / "buffer.py")
+    run = {"processes": 2, "script": str(script), "flags": [*SMALL, "--output-dir", "run"], "directory": tmp_path}
+    ((codes, output),) = forked([run], tmp_path)
+    assert codes == [0, 0], output
+    assert (tmp_path / "scale.0").read_text() == (tmp_path / "scale.1").read_text()
+    assert not re.search("warn", output, re.IGNORECASE), output
+
+
 def test_the_second_epoch_is_not_the_first_one_of_the_next_seed(tmp_path):
     project = PIXELS.replace("WORKERS", "0")
     runs = []

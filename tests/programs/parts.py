@@ -35,7 +35,7 @@ class Reads(TorchDispatchMode):
 def synchronisations():
     """In three steps of training with data, loss and signals, and in one that reads its loss."""
     recipe = load("recipes/amp_cifar.py")
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = recipe.make_accelerator(args, precision, ddp)
     if precision == "fp16" and not cuda:
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
@@ -45,6 +45,7 @@ def synchronisations():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = False
     signals, sums, batches = recipe.SignalHandler(accelerator), SimpleNamespace(totals=0), iter(loaders[0])
 
     def step():
