@@ -431,7 +431,8 @@ class Run:
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)
-        self.signals, main, checkpoint, problem = SignalHandler(accelerator), accelerator.is_main_process, None, None
+        self.signals = SignalHandler(accelerator)
+        main, checkpoint, problem = accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
@@ -755,7 +756,7 @@ class ImageTensors(Dataset):
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # by workers
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # for workers
 
     def __len__(self):
         return len(self.labels)

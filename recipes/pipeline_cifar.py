@@ -181,8 +181,9 @@ def pipeline_train_step(schedule, stage, pipeline, replicas, optimizer, schedule
     inputs, targets = batch
     schedule.step(target=targets) if stage.is_last else schedule.step(inputs)
     gradients = [p.grad for p in stage.submod.parameters() if p.grad is not None]  # frozen ones have none
-    for first in range(0, len(gradients) if replicas.size() > 1 else 0, 16):  # few all-reduces, in little memory
-        some = gradients[first : first + 16]
+    shared = gradients if replicas.size() > 1 else []
+    for first in range(0, len(shared), 16):  # few all-reduces, in little memory
+        some = shared[first : first + 16]
         flat = torch.cat([gradient.flatten() for gradient in some]).div_(replicas.size())
         distributed.all_reduce(flat, group=replicas)
         parts = flat.split([gradient.numel() for gradient in some])
@@ -537,7 +538,8 @@ class Run:
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)
-        self.signals, main, checkpoint, problem = SignalHandler(accelerator), accelerator.is_main_process, None, None
+        self.signals = SignalHandler(accelerator)
+        main, checkpoint, problem = accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
@@ -874,7 +876,7 @@ class ImageTensors(Dataset):
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # by workers
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # for workers
 
     def __len__(self):
         return len(self.labels)
