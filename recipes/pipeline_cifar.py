@@ -25,13 +25,13 @@ import math
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import sys
 import time
 import zipfile
 from collections import OrderedDict, deque
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from multiprocessing import active_children, resource_tracker
@@ -510,23 +510,15 @@ class SignalHandler:
         return stop
 
 
-class Unbreakable:
-    """An output stream that falls silent when its terminal or the reader of its pipe is gone: what nobody reads must
-    not keep a checkpoint from being written."""
+def unbreakable(method):
+    """Return `method` of an output stream without its errors: what nobody reads, since the terminal or the reader of a
+    pipe is gone, must not keep a checkpoint from being written."""
 
-    def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")
+    def attempt(*args):
+        with suppress(OSError):
+            return method(*args)
 
-    def write(self, text):
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:
-            self.stream = open(os.devnull, "w")
-        return len(text)
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
+    return attempt
 
 
 class Run:
@@ -537,7 +529,8 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.write, stream.flush = unbreakable(stream.write), unbreakable(stream.flush)
         self.signals = SignalHandler(accelerator)
         main, checkpoint, problem = accelerator.is_main_process, None, None
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
@@ -564,8 +557,8 @@ class Run:
             exit_with_error(f"argument --resume: {misfit}")
         for later in Path(config["output_dir"]).glob(PATTERN) if main and checkpoint else ():
             if later.name > f"step-{checkpoint['step']:08}.pt":  # or the next auto would resume from it
-                shutil.rmtree(f"{later}.abandoned", ignore_errors=True)  # of an earlier branch; a file is overwritten
-                print(f"{later}: later than what this run resumes, renamed to {later.rename(f'{later}.abandoned')}")
+                renamed = later.rename(f"{later}.abandoned-{time.time():.0f}")
+                print(f"{later}: later than what this run resumes, renamed to {renamed}")
         self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
         self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
@@ -803,21 +796,17 @@ def make_accelerator(args, precision, *handlers):
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
     rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-    gpus, cuda = torch.cuda.device_count(), torch.version.cuda
+    gpus = torch.cuda.device_count()
     if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
         exit_with_error("this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without")
-    if gpus and not torch.cuda.is_available():
-        exit_with_error(f"the GPU driver is too old for CUDA {cuda}: update it, or install a torch for an older CUDA")
     if 0 < gpus < processes:
         exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
     if gpus:
-        capability = torch.cuda.get_device_capability(rank)
-        # Kernels (sm_86) run on GPUs of the same major version that are not older, PTX (compute_120) on all newer ones.
-        architectures = torch.cuda.get_arch_list() if cuda else []  # ROCm's have other names
-        kinds = [(arch[0], divmod(int(arch.strip("af").split("_")[1]), 10)) for arch in architectures]
-        if cuda and not any(a <= capability and (kind == "c" or a[0] == capability[0]) for kind, a in kinds):
-            sm = "sm_{}{}".format(*capability)
-            exit_with_error(f"torch for CUDA {cuda} has no kernels for this GPU ({sm}): see pytorch.org/get-started")
+        try:
+            torch.ones(1, device=f"cuda:{rank}")
+        except RuntimeError as error:
+            remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
+            exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")
         torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
@@ -830,14 +819,14 @@ def make_accelerator(args, precision, *handlers):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
-        family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            own = probe.getsockname()[0]
-        if own.startswith("127.") and os.environ["MASTER_ADDR"] not in ("localhost", "127.0.0.1"):
-            with socket.socket(type=kind) as probe:  # this is the first machine: take the default route's interface
-                probe.connect(("192.0.2.1", 9))
+        # The first machine may know itself by that, too: there take the default route's.
+        for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
+            family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
                 own = probe.getsockname()[0]
+            if not own.startswith("127.") or host in ("localhost", "127.0.0.1"):
+                break
         interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
     timeout = timedelta(hours=2)  # for whoever waits for the main process's download

@@ -305,7 +305,8 @@ def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path
         begins = {"hostile shard": None, "hostile .metadata": 4}.get(name, 2)
         assert codes == [0 if begins else 2] and (not begins or f"resumed_from: {begins}\n" in output), output
         if begins == 2:
-            assert (tmp_path / name / "step-00000004.abandoned").is_dir(), "what is damaged is kept, too"
+            (abandoned,) = (tmp_path / name).glob("step-00000004.abandoned-*")
+            assert abandoned.is_dir(), "what is damaged is kept, too"
     pickle.loads(pickle.dumps(Hostile(executed))).close()
     assert executed.exists(), "the hostile file was harmless"
 
