@@ -16,6 +16,7 @@ To make this file yours, replace `load_data`, `build_model` and `compute_loss`, 
 """
 
 import argparse
+import atexit
 import gc
 import json
 import math
@@ -375,15 +376,9 @@ class SignalHandler:
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
         self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
-        sys.excepthook = self.excepthook
+        atexit.register(kill_workers)  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
         self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
         self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
-
-    def excepthook(self, *error):
-        """Workers have SIGTERM blocked, too: the interpreter would wait for them for ever, were they not killed."""
-        sys.__excepthook__(*error)
-        for worker in active_children():
-            worker.kill()
 
     def receive(self, number, frame=None):
         self.received = self.received or number
@@ -401,6 +396,13 @@ class SignalHandler:
         self.signal_tensor.fill_(self.received)
         self.pending_reduce = distributed.all_reduce(self.signal_tensor, distributed.ReduceOp.MAX, self.group, True)
         return stop
+
+
+def kill_workers():
+    """Kill the DataLoaders' workers."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+    for worker in active_children():
+        worker.kill()
 
 
 def unbreakable(method):
@@ -585,8 +587,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        for worker in active_children():  # under forkserver they would outlive this process
-            worker.kill()
+        kill_workers()  # under forkserver they would outlive this process
         os._exit(status)  # all at once, or the launcher would kill the slower ranks
 
     def finish(self, test):

@@ -341,7 +341,8 @@ CLIP, STEP = 'help": "clip the gradient to this norm"},\n', "            run.fin
 TEST, LAYOUT = "        test = evaluate(", "    return model.to(memory_format"
 LOSS, EVALUATED = 'F.cross_entropy(logits, labels, reduction="none")', '        run.write("evaluation", test)'
 FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
-OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
+OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the last one resumes the first
+    "a run": ([], [], 0, "resumed_from: 0"),
     "a flag that is 0": (
         [
             (CLIP, f'{CLIP}        workers={{"type": int, "default": 0, "help": "x"}},\n        where={{**PATH}},\n'),
@@ -386,7 +387,6 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
         2,
         "evaluate: 1000 of 1024 samples counted",
     ),
-    "a run": ([], [], 0, "resumed_from: 0"),
     "a flag added later": (
         [(CLIP, f'{CLIP}        later={{"type": int, "default": 5, "help": "x"}},\n')],
         ["--resume", "auto", "--output-dir", "a run"],
@@ -398,21 +398,22 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said)
 
 def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path):
     runs, expected = [], []
-    for name, loaders in LOADERS.items():
-        script = copy("ddp_cifar", LOADER.replace("LOADERS", loaders), tmp_path / f"{name}.py")
-        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name]})
-        expected.append((2, f"load_data: cannot resume {'Stream' if name == 'Stream' else ''}"))
     for index, (name, (replacements, flags, code, said)) in enumerate(OUTCOMES.items()):
         script = copy("ddp_cifar", "", tmp_path / f"{index}.py", *replacements)
         runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name, *flags]})
         expected.append((code, said))
+    for name, loaders in LOADERS.items():
+        script = copy("ddp_cifar", LOADER.replace("LOADERS", loaders), tmp_path / f"{name}.py")
+        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name]})
+        expected.append((2, f"load_data: cannot resume {'Stream' if name == 'Stream' else ''}"))
     script = copy("pipeline_cifar", "", tmp_path / "frozen_pipeline.py", *FROZEN)
     runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "pipe"], "processes": 2})
     expected.append((0, "step 2/2"))
     script = copy("pipeline_cifar", OWN_FORWARD, tmp_path / "own_pipeline.py")
     runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "own"], "processes": 2})
     expected.append((2, "cannot cut Residual"))
-    answers = forked([{"processes": 1, **one, "directory": tmp_path} for one in runs], tmp_path)
+    runs = [{"processes": 1, "grace": 0.5, **one, "directory": tmp_path} for one in runs]
+    answers = forked(runs, tmp_path, together=2)
     for one, (codes, output), (code, said) in zip(runs, answers, expected, strict=True):
         # Where one of two has said it, the other waits to be ended.
         assert codes[0] == code and set(codes) <= {code, -9} and said in output, (one, output)
