@@ -684,7 +684,8 @@ def make_accelerator(args, precision, *handlers):
         exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
     if gpus:
         try:
-            torch.ones(1, device=f"cuda:{rank}")
+            torch.cuda.set_device(rank)
+            torch.ones(1, device="cuda")
         except RuntimeError as error:
             remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
             exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")

@@ -31,13 +31,14 @@ def start(monkeypatch):
     def on_a_gpu(*size, device=None, unusable=None):
         if device is None:
             return ones(*size)
-        call.tried.append(device)
+        assert call.devices, "eight processes would each make a context on the first GPU"
         if unusable:
             raise RuntimeError(unusable)
 
     def call(recipe="ddp_cifar", precision="no", environment=(), cpu=False, unusable=None, **fakes):
         module = load(f"recipes/{recipe}.py")
-        call.tried = []
+        call.devices = []
+        monkeypatch.setattr(torch.cuda, "set_device", call.devices.append)
         monkeypatch.setattr(torch, "ones", partial(on_a_gpu, unusable=unusable))
         monkeypatch.setattr(module, "exit_with_error", stop)
         monkeypatch.setattr(module, "Accelerator", lambda **options: vars(args).update(options) or stop())
@@ -91,7 +92,7 @@ def test_a_gpu_that_this_torch_cannot_use_is_an_error_and_not_training_on_cpu(st
 
 def test_each_process_tries_its_own_gpu(start):
     start(**H100, environment={"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    assert start.tried == ["cuda:1"]
+    assert start.devices == [1]
 
 
 def test_a_slurm_step_without_the_jobs_gpus_is_an_error(start):
