@@ -48,13 +48,13 @@ def accuracy_table(directory):
     return "\n".join(lines) + f"\n\n- {with_}.\n"
 
 
-def curve(path):
-    """Return the learning curve (SVG) of a run, from its summary (.json) and the metrics beside it (.jsonl): accuracy
-    in training and on the test set by epoch."""
-    summary = json.loads(path.read_text())
-    lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+def curve(summary, metrics):
+    """Return the learning curve (SVG) of a run, from the paths of its summary.json and metrics.jsonl: accuracy in
+    training and on the test set by epoch."""
+    summary = json.loads(summary.read_text())
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     left, top, width, height = 50, 60, 560, 280
-    epochs = round(summary["steps"] / summary["steps_per_epoch"])
+    epochs = max(1, round(summary["steps"] / summary["steps_per_epoch"]))
 
     def text(x, y, content, look=""):
         return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{content}</text>'
@@ -108,6 +108,6 @@ def filled(page):
 
 if __name__ == "__main__":
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
-    (RESULTS / "long.svg").write_text(curve(LONG))
+    (RESULTS / "long.svg").write_text(curve(LONG, LONG.with_suffix(".jsonl")))
     for path in PAGES:
         path.write_text(filled(path.read_text()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import gpu_report
 import psutil
 import pytest
-from conftest import wait_until
+from conftest import PROGRAMS, ROOT, run, wait_until
 
 PARTS = """
 import json, os, subprocess, sys, time
@@ -88,3 +88,12 @@ def test_ctrl_c_ends_what_runs_and_writes_what_is_there(report, tmp_path):
     assert status == {"good": "done", "hangs": "failed: interrupted", "later": "not run"}
     assert results["hangs"]["notes"] == ["begun"] and "not run, 0 s" in text
     wait_until(lambda: not hung(results), 5)
+
+
+@pytest.mark.slow
+def test_the_training_at_the_end_writes_its_curve(tmp_path):
+    program = [sys.executable, ROOT / "tests/programs/report.py", "training", "--rehearse", "--folder", tmp_path]
+    process = run([*program, "--seconds", 30, "--data-dir", tmp_path], **PROGRAMS)
+    (evaluation,) = json.loads((tmp_path / "training.json").read_text())["rows"]
+    assert 0 <= evaluation["test_accuracy"] <= 1, process.stdout
+    assert (tmp_path / "training.svg").read_text().endswith("</svg>\n")

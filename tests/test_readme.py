@@ -80,7 +80,7 @@ def test_the_result_tables_are_those_of_the_result_files():
     assert (table := (RESULTS / "accuracy.md").read_text()) == accuracy_table(RESULTS / "accuracy")
     shown = re.findall(r"^\| [\d.%, ]+ \| [\d, ]+ \| `accelerate launch .*$", README, re.MULTILINE)
     assert shown and set(shown) <= set(table.splitlines())
-    assert (RESULTS / "long.svg").read_text() == curve(LONG)
+    assert (RESULTS / "long.svg").read_text() == curve(LONG, LONG.with_suffix(".jsonl"))
     assert f"`{launch_line(json.loads(LONG.read_text()))}`" in MEASUREMENTS
 
 

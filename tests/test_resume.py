@@ -18,7 +18,7 @@ RECIPES = [
 
 def content(path):
     """A checkpoint, without what differs between two equal runs: where it is, when it was saved, how long it took."""
-    checkpoint = torch.load(path, weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("output_dir", "checkpoint_every", "keep", "resume", "date"):
         del checkpoint["config"][name]
     return {**checkpoint, "metrics": untimed(checkpoint["metrics"])}
