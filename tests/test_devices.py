@@ -1,6 +1,5 @@
-"""Devices without a GPU: torch's fake tensors say that they are on one, and refuse to be mixed with the CPU's. They
-have no values, and no backward pass where there is no driver: what is read from them is made up, and nothing is
-trained."""
+"""What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to be on one, and raise
+an error when they are mixed with the CPU's. They have no values, and without a driver no backward pass."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
