@@ -224,25 +224,9 @@ def training(report):
         epochs = 3
     epochs = max(1, min(epochs, 200 if real else 20))
     output = args.folder / "training"
-    flags = [
-        "--data",
-        "cifar10" if real else "synthetic",
-        "--data-dir",
-        args.data_dir,
-        "--model",
-        MODEL,
-        "--stem",
-        stem,
-    ]
-    flags += [
-        "--batch-size",
-        batch,
-        "--epochs",
-        epochs,
-        "--output-dir",
-        output,
-        *([] if CUDA else ["--cpu", "--max-steps", 4]),
-    ]
+    data = ["--data", "cifar10" if real else "synthetic", "--data-dir", args.data_dir]
+    flags = [*data, "--model", MODEL, "--stem", stem, "--batch-size", batch, "--epochs", epochs, "--output-dir", output]
+    flags += [] if CUDA else ["--cpu", "--max-steps", 4]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     command += [ROOT / "accelerate_configs/1gpu.yaml", ROOT / "recipes/amp_cifar.py", *flags]
     report.note(f"{'CIFAR-10' if real else 'synthetic data'}: accelerate launch {' '.join(map(str, command[4:]))}")
