@@ -473,6 +473,7 @@ class SignalHandler:
     agree by a gloo all-reduce on the CPU, which overlaps that step, so that no GPU waits."""
 
     def __init__(self, accelerator):
+        self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
@@ -485,7 +486,6 @@ class SignalHandler:
         self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
         atexit.register(kill_workers)  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
         self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
-        self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
 
     def receive(self, number, frame=None):
         self.received = self.received or number

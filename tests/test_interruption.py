@@ -179,6 +179,18 @@ def test_without_a_launcher_the_exit_code_is_the_signals(tmp_path):
     assert process.wait(20) == 128 + signal.SIGUSR1
 
 
+def test_a_signal_while_the_handlers_are_installed_is_not_lost(tmp_path):
+    """Between the first handler and the process group of the votes, which takes a while to connect."""
+    source, line = (ROOT / "recipes/ddp_cifar.py").read_text(), "        resource_tracker.ensure_running()"
+    assert source.count(line) == 1
+    script = tmp_path / "signalled.py"
+    script.write_text(source.replace(line, "        os.kill(os.getpid(), signal.SIGUSR1)  #"))
+    ((codes, output),) = forked(
+        [{"processes": 1, "script": script, "flags": [*FLAGS, "--epochs", 9], "directory": tmp_path}], tmp_path
+    )
+    assert codes == [128 + signal.SIGUSR1] and "stopped after step 1, which is saved" in output, output
+
+
 def test_under_nohup_a_hangup_does_not_stop_it(tmp_path):
     command = ["nohup", sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path / "run"]
     command += ["--epochs", 1000, "--batch-size", 8]
