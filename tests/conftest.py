@@ -2,13 +2,16 @@
 
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +105,9 @@ def fork_server():
     return subprocess.Popen(program, env={**os.environ, **PROGRAMS}, **pipes)
 
 
+one_request = threading.Lock()
+
+
 def pytest_sessionfinish():
     if fork_server.cache_info().currsize:
         fork_server().communicate()
@@ -111,12 +117,38 @@ def forked(runs, directory, together=1, **env):
     """[exit codes by rank, output] of each of these runs, which need no launcher; see programs/forked.py."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     request = {"runs": runs, "directory": directory, "together": together, "env": env}
-    server = fork_server()
-    server.stdin.write(json.dumps(request, default=str) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
+    with one_request:
+        server = fork_server()
+        server.stdin.write(json.dumps(request, default=str) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
     assert answer, "programs/forked.py has ended"
     return json.loads(answer)
+
+
+def at_once(story):
+    """For tests that wait more than they compute: those of a module run side by side. `directory` is their tmp_path."""
+
+    def test(outcomes):
+        outcomes[story].result()
+
+    test.story = story
+    return test
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """The futures of those `at_once` tests of a module that were selected."""
+    items = [item for item in request.session.items if item.module is request.module]
+    stories = [item.function.story for item in items if hasattr(item.function, "story")]
+    with ThreadPoolExecutor(3) as pool:
+        futures = {}
+        for story in stories:
+            names = list(inspect.signature(story).parameters)[1:]
+            fixtures = [request.getfixturevalue(name) for name in names]
+            futures[story] = pool.submit(story, tmp_path_factory.mktemp("story"), *fixtures)
+        yield futures
+        pool.shutdown(cancel_futures=True)
 
 
 def train_forked(directory, *runs, together=2, **env):

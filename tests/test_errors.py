@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, forked, launch, run, the_error_line
+from conftest import ROOT, at_once, forked, launch, run, the_error_line
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
 SYNTHETIC = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "1"]
@@ -176,27 +176,31 @@ def test_swapped_stages_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_refused_once_by_four_processes(tmp_path):
-    process = launch(4, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=tmp_path, check=False)
+@at_once
+def test_refused_once_by_two_processes(directory):
+    process = launch(2, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=directory, check=False)
     assert "--epochs" in the_error_line(process)
 
 
 @pytest.mark.slow
-def test_missing_data_is_told_once_by_two_processes(tmp_path):
-    flags = ["--data", "cifar10", "--data-dir", tmp_path / "nowhere", "--cpu"]
-    process = launch(2, RECIPE, *flags, cwd=tmp_path, check=False, https_proxy="http://127.0.0.1:9")
+@at_once
+def test_missing_data_is_told_once_by_two_processes(directory):
+    flags = ["--data", "cifar10", "--data-dir", directory / "nowhere", "--cpu"]
+    process = launch(2, RECIPE, *flags, cwd=directory, check=False, https_proxy="http://127.0.0.1:9")
     assert "--data synthetic" in the_error_line(process)
 
 
-def test_processes_that_do_not_see_each_other_are_refused(tmp_path):
-    process = run([sys.executable, RECIPE, *SYNTHETIC], cwd=tmp_path, check=False, SLURM_STEP_NUM_TASKS="4")
+@at_once
+def test_processes_that_do_not_see_each_other_are_refused(directory):
+    process = run([sys.executable, RECIPE, *SYNTHETIC], cwd=directory, check=False, SLURM_STEP_NUM_TASKS="4")
     line = the_error_line(process)
     assert "4 processes were started, this one sees 1" in line and "accelerate launch" in line
 
 
-def test_more_processes_than_gpus_are_refused_before_any_collective(tmp_path):
+@at_once
+def test_more_processes_than_gpus_are_refused_before_any_collective(directory):
     """A machine with one GPU, as far as the recipe can tell; a collective would wait for the other rank for ever."""
-    fake = tmp_path / "sitecustomize.py"
+    fake = directory / "sitecustomize.py"
     fake.write_text(
         "import torch\n"
         "torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1\n"
@@ -205,10 +209,10 @@ def test_more_processes_than_gpus_are_refused_before_any_collective(tmp_path):
     )
     flags = [flag for flag in SYNTHETIC if flag != "--cpu"]
     launched = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    process = run([sys.executable, RECIPE, *flags], cwd=tmp_path, check=False, PYTHONPATH=str(tmp_path), **launched)
+    process = run([sys.executable, RECIPE, *flags], cwd=directory, check=False, PYTHONPATH=str(directory), **launched)
     line = the_error_line(process)
     assert "2 processes, 1 GPU" in line and "--num_processes 1" in line and "--cpu" in line
-    assert not Path(tmp_path, "runs/ddp_cifar/summary.json").exists()
+    assert not Path(directory, "runs/ddp_cifar/summary.json").exists()
 
 
 def test_it_trains_without_docstrings_and_assertions(tmp_path):

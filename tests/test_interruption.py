@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, launch, run, wait_until
+from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, at_once, forked, launch, run, wait_until
 from test_resume import STEPS, assert_identical, content
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 WORKERS = """
 def load_data(args, accelerator):
     data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), torch.zeros(512, dtype=torch.int64))
-    options = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
+    options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
     return DataLoader(data, shuffle=True, **options), DataLoader(data, batch_size=64)
 
 
@@ -141,14 +141,15 @@ def test_a_run_that_dies_in_its_evaluation_evaluates_when_resumed(tmp_path):
     assert json.loads(Path(directory, "summary.json").read_text())["train_loss"] == lines[1]["loss"]
 
 
-def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_end(tmp_path):
+@at_once
+def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_end(directory):
     common = {"recipe": "ddp_cifar", "processes": 2, "flags": ["--batch-size", 32, "--checkpoint-every", 5]}
-    whole = {**common, "directory": tmp_path / "whole"}
-    ((codes, output),) = forked([whole], tmp_path)
+    whole = {**common, "directory": directory / "whole"}
+    ((codes, output),) = forked([whole], directory)
     assert codes == [0, 0], output
-    killed = {**common, "directory": tmp_path / "killed", "disturbances": {"1": [13, "SIGKILL"]}}
+    killed = {**common, "directory": directory / "killed", "disturbances": {"1": [13, "SIGKILL"]}}
     program = ROOT / "tests/programs/watched.py"
-    alone = json.dumps({**killed, "directory": tmp_path / "alone"}, default=str)
+    alone = json.dumps({**killed, "directory": directory / "alone"}, default=str)
     command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--max_restarts", "2", program]
     command.append(json.dumps(killed, default=str))
     with ThreadPoolExecutor(2) as pool:
@@ -158,18 +159,19 @@ def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_en
     assert alone.returncode == 1
     cause = alone.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in cause and "Signal 9 (SIGKILL)" in cause, alone.stderr
-    assert content(tmp_path / "alone/step-00000010.pt")["step"] == 10
+    assert content(directory / "alone/step-00000010.pt")["step"] == 10
 
     assert [line for line in restarted.stdout.splitlines() if "resumed_from" in line] == [
         "  resumed_from: 0",
         "  resumed_from: 10",
     ]
-    one, other = (content(tmp_path / name / f"step-{STEPS:08}.pt") for name in ("whole", "killed"))
+    one, other = (content(directory / name / f"step-{STEPS:08}.pt") for name in ("whole", "killed"))
     assert_identical(one, other)
 
 
-def test_without_a_launcher_the_exit_code_is_the_signals(tmp_path):
-    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path, "--epochs", "1000"]
+@at_once
+def test_without_a_launcher_the_exit_code_is_the_signals(directory):
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", directory, "--epochs", "1000"]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step 1/"):
@@ -191,8 +193,9 @@ def test_a_signal_while_the_handlers_are_installed_is_not_lost(tmp_path):
     assert codes == [128 + signal.SIGUSR1] and "stopped after step 1, which is saved" in output, output
 
 
-def test_under_nohup_a_hangup_does_not_stop_it(tmp_path):
-    command = ["nohup", sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path / "run"]
+@at_once
+def test_under_nohup_a_hangup_does_not_stop_it(directory):
+    command = ["nohup", sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", directory / "run"]
     command += ["--epochs", 1000, "--batch-size", 8]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -205,9 +208,10 @@ def test_under_nohup_a_hangup_does_not_stop_it(tmp_path):
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
-def test_what_nobody_reads_does_not_keep_it_from_saving(tmp_path):
+@at_once
+def test_what_nobody_reads_does_not_keep_it_from_saving(directory):
     """As Ctrl-C does under `| tee`, which dies of it, too."""
-    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path, "--epochs", "1000"]
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", directory, "--epochs", "1000"]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
         if line.startswith("step 1/"):
@@ -215,14 +219,15 @@ def test_what_nobody_reads_does_not_keep_it_from_saving(tmp_path):
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 128 + signal.SIGINT
-    assert list(tmp_path.glob("step-*.pt"))
+    assert list(directory.glob("step-*.pt"))
 
 
-def test_a_launcher_that_dies_during_the_start_is_missed(tmp_path):
+@at_once
+def test_a_launcher_that_dies_during_the_start_is_missed(directory):
     command = [ACCELERATE, "launch", "--config_file", CONFIGS[1], ROOT / "recipes/ddp_cifar.py", *FLAGS]
-    command += ["--output-dir", tmp_path, "--epochs", "1000"]
+    command += ["--output-dir", directory, "--epochs", "1000"]
     launcher = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
-    wait_until((tmp_path / "run.lock").exists)
+    wait_until((directory / "run.lock").exists)
     (recipe,) = psutil.Process(launcher.pid).children()
     launcher.kill()
     launcher.wait()
@@ -231,38 +236,40 @@ def test_a_launcher_that_dies_during_the_start_is_missed(tmp_path):
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             recipe.kill()
-    assert [path.name for path in tmp_path.glob("step-*.pt")] == ["step-00000001.pt"]
+    assert [path.name for path in directory.glob("step-*.pt")] == ["step-00000001.pt"]
 
 
-def test_a_worker_that_hangs_does_not_keep_a_failed_run_alive(tmp_path):
+@at_once
+def test_a_worker_that_hangs_does_not_keep_a_failed_run_alive(directory):
     """Its SIGTERM is blocked, and multiprocessing waits for it at the exit."""
-    stuck = WORKERS.replace("CONTEXT", "fork").replace('"num_workers": 2', '"num_workers": 1, "timeout": 1')
+    stuck = WORKERS.replace("CONTEXT", "fork").replace('"num_workers": 1', '"num_workers": 1, "timeout": 1')
     stuck = stuck.replace("torch.utils.data.TensorDataset(", "Stuck(")
     stuck = stuck.replace("def load_data", "class Stuck(torch.utils.data.TensorDataset):\n"
         "    def __getitem__(self, index):\n        time.sleep(1000)\n\n\ndef load_data")  # fmt: skip
-    script, main = tmp_path / "stuck.py", '\nif __name__ == "__main__":'
+    script, main = directory / "stuck.py", '\nif __name__ == "__main__":'
     script.write_text((ROOT / "recipes/ddp_cifar.py").read_text().replace(main, stuck))
-    process = run([sys.executable, script, *FLAGS, "--output-dir", tmp_path / "run"], check=False, timeout=60)
+    process = run([sys.executable, script, *FLAGS, "--output-dir", directory / "run"], check=False, timeout=60)
     assert process.returncode == 1 and "DataLoader timed out" in process.stderr
 
 
-def test_two_runs_in_one_directory(tmp_path):
+@at_once
+def test_two_runs_in_one_directory(directory):
     """The second is told of the first, as long as that lives; SIGKILL frees the directory."""
-    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", tmp_path, "--epochs", "1000"]
+    command = [sys.executable, ROOT / "recipes/ddp_cifar.py", *FLAGS, "--output-dir", directory, "--epochs", "1000"]
     command += ["--checkpoint-every", "1"]
     first = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     for line in first.stdout:
         if line.startswith("step 3/"):
             break
-    second = {"processes": 1, "script": str(command[1]), "directory": tmp_path}
-    flags = [*FLAGS, "--output-dir", str(tmp_path), "--epochs", "1000", "--resume", "auto"]
-    ((codes, output),) = forked([{**second, "flags": flags}], tmp_path)
+    second = {"processes": 1, "script": str(command[1]), "directory": directory}
+    flags = [*FLAGS, "--output-dir", str(directory), "--epochs", "1000", "--resume", "auto"]
+    ((codes, output),) = forked([{**second, "flags": flags}], directory)
     assert codes == [2] and f"is in use by process {first.pid} on {socket.gethostname()}" in output
     first.kill()
     first.wait()
-    ((codes, output),) = forked([{**second, "flags": [*flags, "--checkpoint-every", "0"]}], tmp_path)
+    ((codes, output),) = forked([{**second, "flags": [*flags, "--checkpoint-every", "0"]}], directory)
     assert "is in use" not in output and "--checkpoint-every" in output
-    assert list(tmp_path.glob("step-*.pt"))
+    assert list(directory.glob("step-*.pt"))
 
 
 def test_the_branch_that_a_run_leaves_is_not_resumed(tmp_path):

@@ -1,22 +1,20 @@
 """submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that dies.
 
-The tests marked `at_once` run side by side, each on nodes of its own: their jobs wait more than they compute.
+The tests marked `at_once` run side by side, each on nodes of its own.
 """
 
 import contextlib
-import inspect
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ACCELERATE, ROOT
+from conftest import ACCELERATE, ROOT, at_once
 from safetensors.torch import load_file
 from slurm_cluster import MISSING, Cluster
 
@@ -43,28 +41,6 @@ def slurm(tmp_path_factory):
     finally:
         cluster.run("scancel", "--user=root")
         cluster.stop()
-
-
-def at_once(story):
-    def test(outcomes):
-        outcomes[story].result()
-
-    test.story = story
-    return test
-
-
-@pytest.fixture(scope="module")
-def outcomes(slurm, request, tmp_path_factory):
-    """The futures of those `at_once` tests that were selected, the longest first."""
-    stories = [item.function.story for item in request.session.items if hasattr(item.function, "story")]
-    with ThreadPoolExecutor(3) as pool:
-        futures = {}
-        for story in stories:
-            names = list(inspect.signature(story).parameters)[1:]
-            fixtures = [request.getfixturevalue(name) for name in names]
-            futures[story] = pool.submit(story, tmp_path_factory.mktemp("story"), *fixtures)
-        yield futures
-        pool.shutdown(cancel_futures=True)
 
 
 class Job:
