@@ -384,7 +384,7 @@ class Run:
     """
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.write, stream.flush = unbreakable(stream.write), unbreakable(stream.flush)
         self.signals = SignalHandler(accelerator)
         main, checkpoint, problem = accelerator.is_main_process, None, None
