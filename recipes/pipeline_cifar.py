@@ -123,9 +123,7 @@ def cut(blocks, args):
     balanced = {"cifar": "layer3.0", "imagenet": "layer3.2"}[args.stem]
     split = args.split or (balanced if balanced in names else names[len(names) // 2])
     if split not in names[1:]:
-        exit_with_error(
-            f"argument --split: the second stage cannot begin with {split}, choose from {', '.join(names[1:])}"
-        )
+        exit_with_error(f"argument --split: {split} cannot begin the second stage, choose from {', '.join(names[1:])}")
     where = names.index(split)
     return [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
 
