@@ -275,19 +275,11 @@ def main():
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "pp"))
     pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
     # Not `accelerator.prepare`: it would give the stages of a pipeline different batches.
-    train_loader, test_loader = (
-        prepare_data_loader(
-            reproducible(loader, args.seed),
-            accelerator.device,
-            num_processes=replicas.size(),
-            process_index=replicas.rank(),
-            put_on_device=True,
-            use_seedable_sampler=True,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=True,
-        )
-        for loader in load_data(args, accelerator)
-    )
+    options = {"put_on_device": True, "use_seedable_sampler": True, "non_blocking": True}
+    options |= {"data_seed": accelerator.dataloader_config.data_seed}
+    options |= {"num_processes": replicas.size(), "process_index": replicas.rank()}
+    loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
+    train_loader, test_loader = (prepare_data_loader(loader, accelerator.device, **options) for loader in loaders)
     steps_per_epoch = len(train_loader)
     if steps_per_epoch == 0:
         exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
