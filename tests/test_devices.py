@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load
+from test_recipes import RECIPES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 GPU = torch.device("cuda", 0)
-RECIPES = ["ddp_cifar", "amp_cifar", "data_parallel_cifar", "sharded_cifar", "pipeline_cifar"]
 
 
 class Batches:
@@ -44,7 +44,6 @@ def on_gpu(request, monkeypatch):
     accelerator.main_process_first = accelerator.local_main_process_first = nullcontext
     accelerator.autocast, accelerator.mixed_precision = nullcontext, "no"
     args = SimpleNamespace(data="synthetic", model="simple_cnn", stem="cifar", batch_size=64, seed=0, split=None)
-    args.schedule, args.microbatches = "gpipe", 2
     with FakeTensorMode():
         loaders = [Batches(loader) for loader in recipe.load_data(args, accelerator)]
         with GPU:

@@ -177,8 +177,8 @@ def test_swapped_stages_are_refused(tmp_path):
 
 @pytest.mark.slow
 @at_once
-def test_refused_once_by_two_processes(directory):
-    process = launch(2, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=directory, check=False)
+def test_refused_once_by_four_processes(directory):
+    process = launch(4, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=directory, check=False)
     assert "--epochs" in the_error_line(process)
 
 

@@ -39,7 +39,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 WORKERS = """
 def load_data(args, accelerator):
     data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), torch.zeros(512, dtype=torch.int64))
-    options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
+    options = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
     return DataLoader(data, shuffle=True, **options), DataLoader(data, batch_size=64)
 
 
@@ -242,7 +242,7 @@ def test_a_launcher_that_dies_during_the_start_is_missed(directory):
 @at_once
 def test_a_worker_that_hangs_does_not_keep_a_failed_run_alive(directory):
     """Its SIGTERM is blocked, and multiprocessing waits for it at the exit."""
-    stuck = WORKERS.replace("CONTEXT", "fork").replace('"num_workers": 1', '"num_workers": 1, "timeout": 1')
+    stuck = WORKERS.replace("CONTEXT", "fork").replace('"num_workers": 2', '"num_workers": 1, "timeout": 1')
     stuck = stuck.replace("torch.utils.data.TensorDataset(", "Stuck(")
     stuck = stuck.replace("def load_data", "class Stuck(torch.utils.data.TensorDataset):\n"
         "    def __getitem__(self, index):\n        time.sleep(1000)\n\n\ndef load_data")  # fmt: skip
