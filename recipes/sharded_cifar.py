@@ -565,6 +565,7 @@ class Run:
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.samples, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
+        self.own_metrics = dict  # a recipe may set another: what it adds to every line of metrics, and to the summary
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
         self.file.write(self.metrics)
         accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
@@ -650,10 +651,6 @@ class Run:
         self.accelerator.log({f"{event}/{name}": value for name, value in values.items()}, step=self.step)
         text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
         self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
-
-    def own_metrics(self):
-        """Return what a recipe adds to every line of metrics of a training, and to the summary."""
-        return {}
 
     def collect_state(self):
         """Return what the main process saves: state dicts by name, for each stage of a pipeline."""
