@@ -291,12 +291,12 @@ FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
 def find_checkpoint(config, read):
-    """Return the checkpoint of `--resume` (auto: the newest intact one, or None). Raises ValueError if it is unusable
-    or of another run."""
+    """Return the checkpoint of `--resume` (auto: the newest intact one) or None, and, if it is unusable or of another
+    run, why."""
     paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
     named = Path(config["resume"])
     if config["resume"] != "auto" and paths and named.exists() and not named.parent.samefile(paths[0].parent):
-        raise ValueError(f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir")
+        return None, f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir"
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:
             checkpoint = read(path)
@@ -304,15 +304,15 @@ def find_checkpoint(config, read):
         except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
             problems.append(f"cannot load {path} ({error!r:.200})")
     if checkpoint is None and problems:
-        raise ValueError(f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh")
+        return None, f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh"
     if problems or not checkpoint:
         print(*problems or ["no checkpoint yet, starting afresh"], file=sys.stderr, sep="\n")
     theirs = checkpoint["config"] if checkpoint else config
     names = [name for name in config if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]]
     if names:
         differences = "; ".join(f"{name} is {theirs[name]} there, {config[name]} here" for name in names)
-        raise ValueError(f"{path} is of another run: {differences}")
-    return checkpoint
+        return None, f"{path} is of another run: {differences}"
+    return checkpoint, None
 
 
 class SignalHandler:
@@ -381,17 +381,13 @@ class Run:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.write, stream.flush = unbreakable(stream.write), unbreakable(stream.flush)
         self.signals = SignalHandler(accelerator)
-        main, checkpoint, problem = accelerator.is_main_process, None, None
+        main = accelerator.is_main_process
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
         versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
         config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
         config = json.dumps({"recipe": RECIPE, **config}, default=lambda x: float(x) if hasattr(x, "item") else str(x))
         self.config = config = json.loads(config)
-        try:
-            checkpoint = find_checkpoint(config, self.read) if main and config["resume"] is not None else None
-        except ValueError as error:
-            problem = error
-        found = [checkpoint, problem]
+        found = [*find_checkpoint(config, self.read)] if main and config["resume"] is not None else [None, None]
         if self.signals.group:  # gloo: the default group would take it through the GPUs' memory
             distributed.broadcast_object_list(found, 0, self.signals.group)
         checkpoint, problem = found
