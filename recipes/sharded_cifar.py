@@ -424,12 +424,11 @@ def load_weights(accelerator, model, args):
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
         filled = {own[name].data_ptr() for name in fits}  # a name tied to another one is not in every file
-        misfits = [name for name in own | weights if name not in own or own[name].data_ptr() not in filled]
-        misfits = ", ".join(sorted(misfits)) or "nothing"
-        if not fits or (misfits != "nothing" and args.epochs == 0):
-            exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
+        misfits = sorted(name for name in own | weights if name not in own or own[name].data_ptr() not in filled)
+        if not fits or (misfits and args.epochs == 0):
+            exit_with_error(f"argument --weights: {args.weights} does not fit this model: {', '.join(misfits)}")
         model.load_state_dict(fits, strict=False)
-        accelerator.print(f"loaded the weights {args.weights}; names that do not fit: {misfits}")
+        accelerator.print(f"loaded {args.weights}; names that do not fit: {', '.join(misfits) or 'nothing'}")
     return model
 
 
