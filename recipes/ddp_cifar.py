@@ -462,12 +462,11 @@ class Run:
     def finish_step(self, step, learning_rate):
         """After each optimizer step: log, save a checkpoint and stop, if any of them is due."""
         self.step, stop, epoch_ends = step, self.signals.should_stop(), step % self.steps_per_epoch == 0
-        every, log_every = self.config["checkpoint_every"], self.config["log_every"]
         self.progress.advance(self.task)
-        save = stop or step == self.total_steps or (every and step % every == 0)
+        save = stop or step == self.total_steps or step % (self.config["checkpoint_every"] or math.inf) == 0
         if epoch_ends and not save:  # on a fast machine saving takes as long as an epoch
             (save,) = utils.broadcast_object_list([time.time() - self.saved > 60])
-        if save or epoch_ends or step % log_every == 0:
+        if save or epoch_ends or step % self.config["log_every"] == 0:
             self.log(learning_rate)
         if save:
             self.save(step)
