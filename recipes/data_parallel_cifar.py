@@ -413,9 +413,8 @@ class Run:
         self.file.write(self.metrics)
         accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
         self.console = Console(quiet=not main, highlight=False, markup=False, soft_wrap=True)
-        live = main and self.console.is_terminal and not self.console.is_dumb_terminal
-        columns = *Progress.get_default_columns(), MofNCompleteColumn()
-        self.progress = Progress(*columns, console=self.console, disable=not live, redirect_stderr=sys.stderr.isatty())
+        options = {"disable": not (main and self.console.is_interactive), "redirect_stderr": os.isatty(2)}
+        self.progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=self.console, **options)
         self.task = self.progress.add_task("steps", total=self.total_steps, completed=self.start)
         self.show("run", config | {"resumed_from": self.start})
         self.progress.start()
@@ -432,7 +431,7 @@ class Run:
 
     def show(self, title, values):
         rows = [f"  {name}: {value}" for name, value in values.items() if value is not None and value is not False]
-        self.console.print("\n".join([title, *rows]))
+        self.console.print(title, *rows, sep="\n")
 
     def epochs(self):
         """Return the epochs left, also one that was saved after its last step: its evaluation is missing."""
