@@ -31,7 +31,7 @@ import socket
 import sys
 import time
 import zipfile
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
@@ -133,6 +133,7 @@ class Stage(nn.Sequential):
 
     def __init__(self, blocks, accelerator, is_last):
         super().__init__(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items()))
+        self.is_last, self.names = is_last, ()
         # Activations travel in the precision that they are computed in; the loss is in fp32.
         self.autocast, bf16 = accelerator.autocast, accelerator.mixed_precision == "bf16"
         self.convert = (torch.Tensor.float if is_last else torch.Tensor.bfloat16) if bf16 else lambda x: x
@@ -148,53 +149,44 @@ class Stage(nn.Sequential):
 
 
 def make_pipeline(args, accelerator, blocks, group):
-    """Return the schedule and this process's stage in it, made of `blocks`. `group` is the pipeline's processes. The
-    metrics of the microbatches of a pass are in the last stage's `metrics`."""
-    metrics = deque(maxlen=args.microbatches)  # drops those of torch's dry run before the first pass
+    """Return the schedule and this process's stage in it, made of `blocks`. `group` is the pipeline's processes."""
 
     def loss_fn(outputs, targets):
-        metrics.append(compute_loss(lambda inputs: outputs, (None, targets)))  # of a model that has run already
-        return mean_loss(metrics[-1])
+        return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # of a model that has run already
 
     # Not prepared: Accelerate would wrap it in DDP over all processes, which have two different stages.
-    submodule = Stage(blocks, accelerator, group.rank() == STAGES - 1).to(accelerator.device)
-    stage = PipelineStage(submodule, group.rank(), STAGES, accelerator.device, group=group)
-    stage.metrics = metrics
-    return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule](stage, args.microbatches, loss_fn), stage
+    stage = Stage(blocks, accelerator, group.rank() == STAGES - 1).to(accelerator.device)
+    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule]
+    torch_stage = PipelineStage(stage, group.rank(), STAGES, accelerator.device, group=group)
+    return schedule(torch_stage, args.microbatches, loss_fn), stage
 
 
-def take_metrics(stage):
-    """Return, once, the metrics of the samples of the last pass; nothing on a stage that is not the last."""
-    names = stage.metrics[0] if stage.metrics else ()
-    metrics = {name: torch.cat([part[name].detach() for part in stage.metrics]) for name in names}
-    stage.metrics.clear()
-    return metrics
+def run_pipeline(run, stage, batch):
+    """Take one batch through the pipeline by `run`, `schedule.step` or `schedule.eval`. Return the metrics of
+    `compute_loss` on the last stage, on the other those of no samples, both on the device."""
+    inputs, targets = batch
+    if not stage.is_last:
+        run(inputs)
+        return dict.fromkeys(stage.names, torch.zeros(0, device=inputs.device))
+    outputs = run(target=targets).detach()
+    return compute_loss(lambda inputs: outputs, (None, targets))
 
 
 def pipeline_train_step(schedule, stage, pipeline, replicas, optimizer, scheduler, batch, clip_norm):
-    """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule.
-
-    `pipeline` and `replicas` are the process groups of both stages, and of this stage in all pipelines. Returns the
-    metrics on the last stage, an empty dictionary on the other.
-    """
-    inputs, targets = batch
-    schedule.step(target=targets) if stage.is_last else schedule.step(inputs)
-    gradients = [p.grad for p in stage.submod.parameters() if p.grad is not None]  # frozen ones have none
-    shared = gradients if replicas.size() > 1 else []
-    for first in range(0, len(shared), 16):  # few all-reduces, in little memory
-        some = shared[first : first + 16]
-        flat = torch.cat([gradient.flatten() for gradient in some]).div_(replicas.size())
-        distributed.all_reduce(flat, group=replicas)
-        parts = flat.split([gradient.numel() for gradient in some])
-        torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some, strict=True)])
+    """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule; return metrics.
+    `pipeline` and `replicas` are the process groups of both stages, and of this stage in all pipelines."""
+    metrics = run_pipeline(schedule.step, stage, batch)
+    gradients = [p.grad.div_(replicas.size()) for p in stage.parameters() if p.grad is not None]  # frozen ones: none
+    for work in [distributed.all_reduce(gradient, group=replicas, async_op=True) for gradient in gradients]:
+        work.wait()
     if clip_norm:  # to the norm of the whole model, of which this process has one stage
         norm = torch.nn.utils.get_total_norm(gradients) ** 2
         distributed.all_reduce(norm, group=pipeline)
-        torch.nn.utils.clip_grads_with_norm_(stage.submod.parameters(), clip_norm, norm.sqrt())
+        torch.nn.utils.clip_grads_with_norm_(stage.parameters(), clip_norm, norm.sqrt())
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    return take_metrics(stage)
+    return metrics
 
 
 def lr_lambda(step, total_steps):
@@ -207,47 +199,23 @@ def lr_lambda(step, total_steps):
 
 @torch.no_grad()
 def pipeline_evaluate(accelerator, schedule, stage, replicas, loader):
-    """Return the metrics' means over the whole test set, each sample counted exactly once."""
-    training = [module for module in stage.submod.modules() if module.training]
-    stage.submod.eval()
-    loader.set_epoch(0)
-    for buffer in stage.submod.buffers():  # every pipeline has BatchNorm statistics of its own: take the first one's
+    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if n is not all."""
+    training = [module for module in stage.modules() if module.training]
+    stage.eval()
+    for buffer in stage.buffers():  # every pipeline has BatchNorm statistics of its own: take the first one's
         distributed.broadcast(buffer, group=replicas, group_src=0)
-    batch_size, names, rows = loader.batch_sampler.batch_size, [], []
+    loader.set_epoch(0)
+    batch_size, totals = loader.batch_sampler.batch_size, 0
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index, accelerator.process_index)
         # Every pass has the first one's shape: the last batch fills itself up, and what fills it is left out.
-        inputs, targets = (torch.cat([x] * math.ceil(batch_size / len(x)))[:batch_size] for x in batch)
-        schedule.eval(target=targets) if stage.is_last else schedule.eval(inputs)
+        filled = [torch.cat([x] * math.ceil(batch_size / len(x)))[:batch_size] for x in batch]
+        metrics = run_pipeline(schedule.eval, stage, filled)
         real = len(loader.dataset) - (index * replicas.size() + replicas.rank()) * batch_size
-        if metrics := take_metrics(stage):
-            names, rows = list(metrics), [*rows, sample_rows(metrics)[: max(0, real)].sum(0)]
+        totals += sample_rows(metrics)[: max(0, real)].sum(0)
     for module in training:
         module.training = True
-    (names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)
-    none = sample_rows(dict.fromkeys(names, torch.zeros(0, device=accelerator.device))).sum(0)
-    return test_metrics(names, accelerator.reduce(sum(rows, none)).tolist(), len(loader.dataset))
-
-
-def gather_stages(mine, pipeline, cpu_group):
-    """Return both stages' `mine`, a dictionary, on the first process of a pipeline, and an empty list on the other.
-    `cpu_group` is a gloo group of all processes: the pipeline's own would take it through the GPUs' memory."""
-    mine, theirs = utils.send_to_device(mine, "cpu"), {}
-    first, second = distributed.get_process_group_ranks(pipeline)
-    for name, value in mine.items():  # one by one: what is under way takes several times its memory
-        parcel = [value]
-        if pipeline.rank() > 0:
-            distributed.send_object_list(parcel, first, cpu_group)
-        else:
-            distributed.recv_object_list(parcel, second, cpu_group)
-            theirs[name] = parcel[0]
-    return [mine, theirs] if theirs else []
-
-
-def merged_state_dict(stage, pipeline, cpu_group):
-    """Return the whole model's state dict, with its own names, on the first process of a pipeline."""
-    parts = [part["model"] for part in gather_stages({"model": stage.state_dict()}, pipeline, cpu_group)]
-    return {name.replace("/", "."): value.contiguous() for part in parts for name, value in part.items()}
+    return test_metrics(metrics, accelerator.reduce(totals).tolist(), len(loader.dataset))
 
 
 def main():
@@ -293,27 +261,25 @@ def main():
     schedule, stage = make_pipeline(args, accelerator, stages[pipeline.rank()], pipeline)
     del stages  # the half that others hold
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
-    optimizer = torch.optim.SGD(stage.submod.parameters(), lr=peak_lr, **options)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=peak_lr, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     optimizer = accelerator.prepare_optimizer(optimizer)
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
-    state = {"model": stage.submod, "optimizer": optimizer, "scheduler": scheduler}
+    state = {"model": stage, "optimizer": optimizer, "scheduler": scheduler}
 
     # A pass that leaves nothing behind: in the first, torch 2.11 tries the stages out on zeros, which BatchNorm's
     # statistics would count in, and where that is an evaluation, such as of a resumed run, it cannot train afterwards.
-    before = [buffer.clone() for buffer in stage.submod.buffers()]
-    inputs, targets = next(iter(train_loader))
-    schedule.step(target=targets) if stage.is_last else schedule.step(inputs)
-    take_metrics(stage)
+    before = [buffer.clone() for buffer in stage.buffers()]
+    names = list(run_pipeline(schedule.step, stage, next(iter(train_loader))))
+    (stage.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
     optimizer.zero_grad()
-    for buffer, value in zip(stage.submod.buffers(), before, strict=True):
+    for buffer, value in zip(stage.buffers(), before, strict=True):
         buffer.copy_(value)
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
-    run.pipeline, run.replicas = pipeline, replicas
     for epoch in run.epochs():
         for step, batches in run.steps(epoch, train_loader):
             learning_rate = scheduler.get_last_lr()[0]
@@ -324,9 +290,9 @@ def main():
             run.finish_step(step, learning_rate)
         test = pipeline_evaluate(accelerator, schedule, stage, replicas, test_loader)
         run.write("evaluation", test)
-    if replicas.rank() == 0:
-        weights = merged_state_dict(stage.submod, pipeline, run.signals.group)
-        accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
+    weights = [item for part in run.collect_state() for item in part["model"].items()]
+    weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
+    accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
     # Free the model before the process group: at the interpreter's exit, gloo would abort one run in three.
     schedule = stage = run = state = optimizer = None
@@ -695,16 +661,21 @@ class Run:
 
 
 class PipelineRun(Run):
-    """A run whose metrics are on the last stage, and whose state is on both."""
-
-    def add(self, metrics):
-        if not self.names:
-            (self.names,) = utils.broadcast_object_list([list(metrics)], from_process=STAGES - 1)
-        super().add(metrics or dict.fromkeys(self.names, torch.zeros(0, device=self.accelerator.device)))
+    """A run whose state is on both stages of each pipeline."""
 
     def collect_state(self):
-        states = super().collect_state()
-        return gather_stages(states[0], self.pipeline, self.signals.group) if self.replicas.rank() == 0 else []
+        """Return, on the main process, the state of both stages of the first pipeline. It goes by gloo: the default
+        group would take it through the GPUs' memory; and in parts: what is under way takes several times its own."""
+        rank, theirs = self.accelerator.process_index, {}
+        mine = utils.send_to_device(super().collect_state()[0], "cpu") if rank < STAGES else {}
+        for name, value in mine.items():
+            parcel = [value]
+            if rank > 0:
+                distributed.send_object_list(parcel, 0, self.signals.group)
+            else:
+                distributed.recv_object_list(parcel, 1, self.signals.group)
+            theirs[name] = parcel[0]
+        return [mine, theirs] if mine else []
 
 
 def exit_with_error(message):

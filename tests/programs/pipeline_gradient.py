@@ -62,9 +62,9 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
 
     blocks = recipe.cut(recipe.model_blocks(whole), args)[pipeline.rank()]
     schedule, stage = recipe.make_pipeline(args, accelerator, blocks, pipeline)
-    optimizer, scheduler = make_optimizer(stage.submod.parameters(), steps)
+    optimizer, scheduler = make_optimizer(stage.parameters(), steps)
     optimizer = accelerator.prepare_optimizer(optimizer)
-    stage.submod.train()
+    stage.train()
     mine = slice(batch * replicas.rank(), batch * (replicas.rank() + 1))
     for x, y in batches:
         groups = pipeline, replicas
@@ -72,7 +72,9 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     rows = recipe.sample_rows(metrics).sum(0).float() if stage.is_last else torch.zeros(4)
     loss, _, _, samples = accelerator.reduce(rows).tolist()
     assert bool(metrics) == stage.is_last and samples == batch * replicas.size()
-    updated = recipe.merged_state_dict(stage.submod, pipeline, distributed.group.WORLD)
+    parts = [None] * accelerator.num_processes
+    distributed.all_gather_object(parts, stage.state_dict())
+    updated = {name.replace("/", "."): value for part in parts[:2] for name, value in part.items()}
 
     if accelerator.is_main_process:
         key = model_name, microbatches, steps, batch  # neither the schedule nor the cut is in the unsplit model
