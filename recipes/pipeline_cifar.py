@@ -44,7 +44,6 @@ import psutil
 import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
-from accelerate.data_loader import prepare_data_loader
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
@@ -238,16 +237,13 @@ def main():
     accelerator = make_accelerator(args, args.precision)
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
 
-    # Neighbours in rank are a pipeline ("pp"); the processes with the same stage are its replicas ("dp").
-    shape = accelerator.num_processes // STAGES, STAGES
-    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "pp"))
-    pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
-    # Not `accelerator.prepare`: it would give the stages of a pipeline different batches.
-    options = {"put_on_device": True, "use_seedable_sampler": True, "non_blocking": True}
-    options |= {"data_seed": accelerator.dataloader_config.data_seed}
-    options |= {"num_processes": replicas.size(), "process_index": replicas.rank()}
+    # Neighbours in rank are a pipeline, those with the same stage its replicas. Accelerate has no name for the former,
+    # but under "tp" it gives them the same batches.
+    shape, names = (accelerator.num_processes // STAGES, STAGES), ("dp_replicate", "tp")
+    mesh = accelerator.state.device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+    pipeline, replicas = mesh["tp"].get_group(), mesh["dp_replicate"].get_group()
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
-    train_loader, test_loader = (prepare_data_loader(loader, accelerator.device, **options) for loader in loaders)
+    train_loader, test_loader = accelerator.prepare(*loaders)
     steps_per_epoch = len(train_loader)
     if steps_per_epoch == 0:
         exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
