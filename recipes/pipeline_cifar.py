@@ -147,41 +147,43 @@ class Stage(nn.Sequential):
         return self.convert(x).contiguous()
 
 
-def make_pipeline(args, accelerator, blocks, group):
-    """Return the schedule and this process's stage in it, made of `blocks`. `group` is the pipeline's processes."""
+def make_pipeline(args, accelerator, blocks, pipeline, replicas):
+    """Return this process's stage, made of `blocks`, with the schedule that takes batches through it. `pipeline` and
+    `replicas` are the process groups of both stages, and of this stage in all pipelines."""
 
     def loss_fn(outputs, targets):
         return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # of a model that has run already
 
     # Not prepared: Accelerate would wrap it in DDP over all processes, which have two different stages.
-    stage = Stage(blocks, accelerator, group.rank() == STAGES - 1).to(accelerator.device)
-    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule]
-    torch_stage = PipelineStage(stage, group.rank(), STAGES, accelerator.device, group=group)
-    return schedule(torch_stage, args.microbatches, loss_fn), stage
+    model = Stage(blocks, accelerator, pipeline.rank() == STAGES - 1).to(accelerator.device)
+    model.pipeline, model.replicas = pipeline, replicas
+    stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
+    model.schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule](stage, args.microbatches, loss_fn)
+    return model
 
 
-def run_pipeline(run, stage, batch):
-    """Take one batch through the pipeline by `run`, `schedule.step` or `schedule.eval`. Return the metrics of
-    `compute_loss` on the last stage, on the other those of no samples, both on the device."""
+def run_pipeline(model, batch):
+    """Take a batch forward, and in training backward, through the pipeline. Return the metrics of `compute_loss` on the
+    last stage, on the other those of no samples, both on the device."""
     inputs, targets = batch
-    if not stage.is_last:
+    run = model.schedule.step if model.training else model.schedule.eval
+    if not model.is_last:
         run(inputs)
-        return dict.fromkeys(stage.names, torch.zeros(0, device=inputs.device))
+        return dict.fromkeys(model.names, torch.zeros(0, device=inputs.device))
     outputs = run(target=targets).detach()
     return compute_loss(lambda inputs: outputs, (None, targets))
 
 
-def pipeline_train_step(schedule, stage, pipeline, replicas, optimizer, scheduler, batch, clip_norm):
-    """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule; return metrics.
-    `pipeline` and `replicas` are the process groups of both stages, and of this stage in all pipelines."""
-    metrics = run_pipeline(schedule.step, stage, batch)
-    gradients = [p.grad.div_(replicas.size()) for p in stage.parameters() if p.grad is not None]  # frozen ones: none
-    for work in [distributed.all_reduce(gradient, group=replicas, async_op=True) for gradient in gradients]:
+def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
+    """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule; return metrics."""
+    metrics = run_pipeline(model, batch)
+    gradients = [p.grad.div_(model.replicas.size()) for p in model.parameters() if p.grad is not None]
+    for work in [distributed.all_reduce(gradient, group=model.replicas, async_op=True) for gradient in gradients]:
         work.wait()
     if clip_norm:  # to the norm of the whole model, of which this process has one stage
         norm = torch.nn.utils.get_total_norm(gradients) ** 2
-        distributed.all_reduce(norm, group=pipeline)
-        torch.nn.utils.clip_grads_with_norm_(stage.parameters(), clip_norm, norm.sqrt())
+        distributed.all_reduce(norm, group=model.pipeline)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -197,24 +199,37 @@ def lr_lambda(step, total_steps):
 
 
 @torch.no_grad()
-def pipeline_evaluate(accelerator, schedule, stage, replicas, loader):
+def evaluate(accelerator, model, loader):
     """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if n is not all."""
-    training = [module for module in stage.modules() if module.training]
-    stage.eval()
-    for buffer in stage.buffers():  # every pipeline has BatchNorm statistics of its own: take the first one's
-        distributed.broadcast(buffer, group=replicas, group_src=0)
-    loader.set_epoch(0)
-    batch_size, totals = loader.batch_sampler.batch_size, 0
+    training = [module for module in model.modules() if module.training]  # frozen ones stay in evaluation mode
+    model.eval()
+    for buffer in model.buffers():  # all pipelines evaluate with the first one's BatchNorm statistics
+        distributed.broadcast(buffer, group=model.replicas, group_src=0)
+    loader.set_epoch(0)  # the same random transforms in each evaluation
+    totals, size = 0, loader.batch_sampler.batch_size
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index, accelerator.process_index)
         # Every pass has the first one's shape: the last batch fills itself up, and what fills it is left out.
-        filled = [torch.cat([x] * math.ceil(batch_size / len(x)))[:batch_size] for x in batch]
-        metrics = run_pipeline(schedule.eval, stage, filled)
-        real = len(loader.dataset) - (index * replicas.size() + replicas.rank()) * batch_size
+        metrics = run_pipeline(model, [torch.cat([x] * math.ceil(size / len(x)))[:size] for x in batch])
+        real = len(loader.dataset) - (index * model.replicas.size() + model.replicas.rank()) * size
         totals += sample_rows(metrics)[: max(0, real)].sum(0)
     for module in training:
         module.training = True
     return test_metrics(metrics, accelerator.reduce(totals).tolist(), len(loader.dataset))
+
+
+def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args):
+    """Train from the step at which `run` begins, and evaluate after each epoch; return the last evaluation."""
+    for epoch in run.epochs():
+        for step, microbatches in run.steps(epoch, train_loader):
+            learning_rate = scheduler.get_last_lr()[0]
+            for index, batch in enumerate(microbatches):
+                seed_rng(args.seed, step, index, accelerator.process_index)  # a resumed run repeats dropout
+                run.add(train_step(accelerator, model, optimizer, scheduler, batch, args.clip_norm))
+            run.finish_step(step, learning_rate)  # metrics, checkpoint, signals
+        test = evaluate(accelerator, model, test_loader)
+        run.write("evaluation", test)
+    return test
 
 
 def main():
@@ -231,10 +246,9 @@ def main():
         exit_with_error(f"argument --microbatches: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) % STAGES:
         exit_with_error("a pipeline is two processes: launch with 2gpu.yaml, or 4gpu.yaml, 8gpu.yaml for more of them")
-    if args.precision == "bf16" and not args.cpu and torch.cuda.is_available():
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     accelerator = make_accelerator(args, args.precision)
+    if args.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
 
     # Neighbours in rank are a pipeline, those with the same stage its replicas. Accelerate has no name for the former,
@@ -254,45 +268,37 @@ def main():
     stages = cut(model_blocks(load_weights(accelerator, build_model(args), args)), args)
     sizes = [sum(p.numel() for block in blocks.values() for p in block.parameters()) for blocks in stages]
     holdings = [f"{', '.join(blocks)}: {size:,} parameters" for blocks, size in zip(stages, sizes, strict=True)]
-    schedule, stage = make_pipeline(args, accelerator, stages[pipeline.rank()], pipeline)
+    model = make_pipeline(args, accelerator, stages[pipeline.rank()], pipeline, replicas)
     del stages  # the half that others hold
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
-    optimizer = torch.optim.SGD(stage.parameters(), lr=peak_lr, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
+    # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
-    optimizer = accelerator.prepare_optimizer(optimizer)
+    optimizer = accelerator.prepare(optimizer)
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
-    state = {"model": stage, "optimizer": optimizer, "scheduler": scheduler}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # A pass that leaves nothing behind: in the first, torch 2.11 tries the stages out on zeros, which BatchNorm's
     # statistics would count in, and where that is an evaluation, such as of a resumed run, it cannot train afterwards.
-    before = [buffer.clone() for buffer in stage.buffers()]
-    names = list(run_pipeline(schedule.step, stage, next(iter(train_loader))))
-    (stage.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
+    before = [buffer.clone() for buffer in model.buffers()]
+    names = list(run_pipeline(model, next(iter(train_loader))))
+    (model.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
     optimizer.zero_grad()
-    for buffer, value in zip(stage.buffers(), before, strict=True):
+    for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
-    for epoch in run.epochs():
-        for step, batches in run.steps(epoch, train_loader):
-            learning_rate = scheduler.get_last_lr()[0]
-            for batch in batches:
-                seed_rng(args.seed, step, 0, accelerator.process_index)
-                groups = pipeline, replicas
-                run.add(pipeline_train_step(schedule, stage, *groups, optimizer, scheduler, batch, args.clip_norm))
-            run.finish_step(step, learning_rate)
-        test = pipeline_evaluate(accelerator, schedule, stage, replicas, test_loader)
-        run.write("evaluation", test)
+    test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
     weights = [item for part in run.collect_state() for item in part["model"].items()]
     weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
     # Free the model before the process group: at the interpreter's exit, gloo would abort one run in three.
-    schedule = stage = run = state = optimizer = None
-    accelerator.free_memory()
+    run = state = None
+    model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
 

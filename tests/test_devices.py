@@ -76,6 +76,5 @@ def test_evaluations_stay_on_the_gpu(on_gpu):
     def both(inputs=None, target=None):  # the last stage of a pipeline that is one process
         return last(first(inputs if inputs is not None else torch.zeros(len(target), 3, 32, 32, device=GPU)))
 
-    schedule = SimpleNamespace(eval=both)
-    replicas = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    assert recipe.pipeline_evaluate(accelerator, schedule, last, replicas, loader).keys() == {"loss", "accuracy"}
+    last.schedule, last.replicas = SimpleNamespace(eval=both), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    assert recipe.evaluate(accelerator, last, loader).keys() == {"loss", "accuracy"}

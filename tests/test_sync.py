@@ -11,7 +11,7 @@ from sync import others, shared, unmet
 SHARED_BLOCKS = {
     "amp_cifar": 29,
     "data_parallel_cifar": 29,
-    "pipeline_cifar": 26,
+    "pipeline_cifar": 27,
     "plain_ddp_cifar": 1,
     "sharded_cifar": 28,
 }

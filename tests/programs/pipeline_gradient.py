@@ -61,14 +61,13 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     batches = list(zip(images.chunk(steps), labels.chunk(steps), strict=True))
 
     blocks = recipe.cut(recipe.model_blocks(whole), args)[pipeline.rank()]
-    schedule, stage = recipe.make_pipeline(args, accelerator, blocks, pipeline)
+    stage = recipe.make_pipeline(args, accelerator, blocks, pipeline, replicas)
     optimizer, scheduler = make_optimizer(stage.parameters(), steps)
     optimizer = accelerator.prepare_optimizer(optimizer)
     stage.train()
     mine = slice(batch * replicas.rank(), batch * (replicas.rank() + 1))
     for x, y in batches:
-        groups = pipeline, replicas
-        metrics = recipe.pipeline_train_step(schedule, stage, *groups, optimizer, scheduler, (x[mine], y[mine]), None)
+        metrics = recipe.train_step(accelerator, stage, optimizer, scheduler, (x[mine], y[mine]))
     rows = recipe.sample_rows(metrics).sum(0).float() if stage.is_last else torch.zeros(4)
     loss, _, _, samples = accelerator.reduce(rows).tolist()
     assert bool(metrics) == stage.is_last and samples == batch * replicas.size()

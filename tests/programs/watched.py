@@ -40,8 +40,7 @@ def build_model(args, dropout=0.2):
 
 
 def watch_batches(recipe, directory, when, what):
-    name = "pipeline_train_step" if "pipeline" in recipe.RECIPE else "train_step"
-    step, count = getattr(recipe, name), itertools.count(1)
+    step, count = recipe.train_step, itertools.count(1)
 
     def watched_step(*arguments):
         ((images, labels),) = (argument for argument in arguments if isinstance(argument, tuple | list))
@@ -62,7 +61,7 @@ def watch_batches(recipe, directory, when, what):
             handle.remove()
         return metrics
 
-    setattr(recipe, name, watched_step)
+    recipe.train_step = watched_step
 
 
 def kill_while_saving(recipe, operation, moment):
