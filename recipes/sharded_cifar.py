@@ -693,10 +693,9 @@ class Run:
         peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
         peaks, rate = utils.gather_object([peak]), self.samples / self.seconds if self.samples else None
         losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
-        results = {"train_loss": losses[-1] if losses else None, **test, **self.own_metrics()}
+        results = {"train_loss": losses[-1] if losses else None, **test, "seconds": time.time() - self.started}
         results |= {"samples_per_second": rate, "measured_samples": self.samples, "measured_seconds": self.seconds}
-        results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks}
-        results |= {"seconds": time.time() - self.started}
+        results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks, **self.own_metrics()}
         self.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")
         if self.accelerator.is_main_process and not (path.exists() and self.start == self.total_steps):
