@@ -291,10 +291,9 @@ def main():
         exit_with_error(f"argument --replicas: {args.replicas} do not divide the {processes} process(es)")
     if args.cpu_offload and (args.cpu or not torch.cuda.is_available()):
         exit_with_error("argument --cpu-offload: there is nothing to offload without a GPU, leave it out")
-    if args.precision == "bf16" and not args.cpu and torch.cuda.is_available():
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     accelerator = make_accelerator(args, args.precision)
+    if args.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
     train_loader, test_loader = accelerator.prepare(*loaders)
