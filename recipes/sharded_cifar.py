@@ -163,10 +163,8 @@ def checkpoint_activations(unit, norms):
             for norm, (momentum, count) in zip(norms, kept, strict=True):
                 norm.momentum, norm.num_batches_tracked = momentum, count
 
-    def contexts():
-        return nullcontext(), frozen_statistics()
-
-    unit.forward = partial(checkpointed, unit.forward, use_reentrant=False, context_fn=contexts)
+    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), frozen_statistics())}
+    unit.forward = partial(checkpointed, unit.forward, **options)
 
 
 def send_weights(whole, model, accelerator, mesh, offload):
@@ -184,19 +182,13 @@ def send_weights(whole, model, accelerator, mesh, offload):
             value.data = tensor
 
 
-def make_no_sync(model):
-    """Return the `no_sync` that `accelerator.accumulate` enters for all microbatches but the last: gradients then stay
-    whole on each rank, and are reduced and divided once."""
-
-    @contextmanager
-    def no_sync():
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-
-    return no_sync
+@contextmanager
+def no_sync(model):
+    """`accelerator.accumulate` enters it for all microbatches but the last: gradients then stay whole on each rank, and
+    are reduced and divided once."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
@@ -318,7 +310,7 @@ def main():
     send_weights(whole, model, accelerator, mesh, args.cpu_offload)
     del whole
     if not (args.sync_each_batch or args.cpu_offload):
-        model.no_sync = make_no_sync(model)
+        model.no_sync = partial(no_sync, model)
     # Not fused: torch has no rule for a fused SGD on sharded parameters (there is one for Adam and AdamW).
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
