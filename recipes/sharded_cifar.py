@@ -28,6 +28,7 @@ and buffers, not plain tensors. On several machines the output directory has to 
 import argparse
 import atexit
 import gc
+import hashlib
 import json
 import math
 import os
@@ -39,7 +40,6 @@ import socket
 import sys
 import time
 import zipfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -428,7 +428,7 @@ IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep
     accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
     holds sync_each_batch activation_checkpointing cpu_offload""".split()
 LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
-FORMAT = 2
+FORMAT = 3
 PATTERN = f"step-{'[0-9]' * 8}"  # a folder
 
 
@@ -721,12 +721,9 @@ def held_bytes(tensors):
 
 
 def checksum(path):
-    """Return the CRC32 of a file."""
-    value = 0
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
-        while part := file.read(1 << 24):
-            value = zlib.crc32(part, value)
-    return value
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Shards:
@@ -788,16 +785,15 @@ class ShardedRun(Run):
         files = sorted(Path(path).glob("*.safetensors"))
         with ThreadPoolExecutor() as pool:
             found = dict(zip([file.name for file in files], pool.map(checksum, files), strict=True))
-        names = found.keys() | checkpoint["checksums"].keys()
-        if damaged := [name for name in sorted(names) if found.get(name) != checkpoint["checksums"].get(name)]:
-            raise ValueError(f"{damaged[0]} is damaged, missing, or not of this checkpoint")
+        if damaged := sorted(found.items() ^ checkpoint["checksums"].items()):
+            raise ValueError(f"{damaged[0][0]} is damaged, missing, or not of this checkpoint")
         checkpoint["states"][0]["model"]["folder"] = str(path)
         return checkpoint
 
     def save(self, step):
         """Write the folder step-N, which is there whole or not at all, then delete all but the newest `--keep`."""
         content = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}
-        content |= {"states": self.collect_state(), "checksums": {}}
+        content["states"] = self.collect_state()
         content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
         main, name, problem = self.accelerator.is_main_process, f"step-{step:08}", None
         directory, mine, names = Path(self.config["output_dir"]), {}, []
@@ -816,12 +812,11 @@ class ShardedRun(Run):
         except (CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {0: (error,)})
             problem = f"{next(iter(failures.values()))[0]!r:.200}"
-        answers = utils.gather_object([(problem, names, mine)])
-        problem = next((problem for problem, *_ in answers if problem), None)
-        if not problem and any(names != answers[0][1] for _, names, _ in answers):
+        problems, seen, checksums = zip(*utils.gather_object([(problem, names, mine)]), strict=True)
+        problem = next(filter(None, problems), None)
+        if not problem and any(names != seen[0] for names in seen):
             problem = f"processes see different files: {directory} has to be a directory that all machines share"
-        for answer in answers:
-            content["checksums"] |= answer[2]
+        content["checksums"] = {name: value for part in checksums for name, value in part.items()}
         try:
             if main and not problem:
                 with open(temporary / "run.pt", "wb") as file:
