@@ -182,15 +182,6 @@ def send_weights(whole, model, accelerator, mesh, offload):
             value.data = tensor
 
 
-@contextmanager
-def no_sync(model):
-    """`accelerator.accumulate` enters it for all microbatches but the last: gradients then stay whole on each rank, and
-    are reduced and divided once."""
-    model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
-
-
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
     """Run one microbatch forward and backward; at the last of `accumulation_steps`, step optimizer and schedule, too.
 
@@ -309,8 +300,8 @@ def main():
     shard(model, args, mesh, accelerator.mixed_precision == "bf16")
     send_weights(whole, model, accelerator, mesh, args.cpu_offload)
     del whole
-    if not (args.sync_each_batch or args.cpu_offload):
-        model.no_sync = partial(no_sync, model)
+    if not (args.sync_each_batch or args.cpu_offload):  # gradients stay whole on each rank until the last microbatch
+        model.register_forward_pre_hook(lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients))
     # Not fused: torch has no rule for a fused SGD on sharded parameters (there is one for Adam and AdamW).
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
