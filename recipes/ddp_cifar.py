@@ -53,7 +53,7 @@ def load_data(args, accelerator):
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
     map-style Dataset works, also with random transforms and workers: see `SeededSamples`.
     """
-    with accelerator.main_process_first(), accelerator.local_main_process_first():  # rank 0 downloads
+    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one process per machine downloads
         if args.data == "synthetic":
             train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
         else:
@@ -92,7 +92,7 @@ def compute_loss(model, batch):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Run one microbatch forward and backward; at the last of `accumulation_steps`, step optimizer and schedule, too.
+    """Run one microbatch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
 
     Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """
@@ -102,7 +102,7 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         if clip_norm and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # as fp16 does on overflow
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # fp16 skips on overflow
             scheduler.step()
         optimizer.zero_grad()
     return metrics
@@ -118,8 +118,8 @@ def lr_lambda(step, total_steps):
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if n is not all."""
-    training = [module for module in model.modules() if module.training]  # frozen ones stay in evaluation mode
+    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
+    training = [module for module in model.modules() if module.training]  # to restore: others stay in eval mode
     model.eval()
     utils.broadcast(list(model.buffers()))  # in place: all ranks evaluate with rank 0's BatchNorm statistics
     loader.set_epoch(0)  # the same random transforms in each evaluation
@@ -151,7 +151,7 @@ def main():
     args = parse_args(
         accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
-        compile={"action": "store_true", "help": "torch.compile with CUDA graphs: slow start, fewer launches"},
+        compile={"action": "store_true", "help": "torch.compile (CUDA graphs unless gradients accumulate): slow start"},
     )
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = make_accelerator(args, "fp32", ddp)
@@ -169,22 +169,22 @@ def main():
     peak_lr = args.lr * global_batch / 128
 
     model = load_weights(accelerator, build_model(args), args)
-    if args.compile:  # in place: the names in its state dict stay
-        # Not CUDA graphs where gradients accumulate: each replay would overwrite the gradients of the one before.
+    if args.compile:  # in place: keeps the state dict's names
+        # No CUDA graphs while accumulating: each replay would overwrite the gradients of the one before.
         model.compile(mode="reduce-overhead" if accumulation_steps == 1 else "default")
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.broadcast_buffers = False  # no more: not in every forward pass, `evaluate` does it once
+    model.broadcast_buffers = False  # DDP's constructor did it; from now on `evaluate` does
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
 
     def before_loading():
-        # DDP rebuilds its buckets after its first backward pass, which changes how sums round: do it before.
+        # DDP rebuilds its buckets after its first backward pass, which changes rounding: run one first.
         accelerator.backward(mean_loss(compute_loss(model, next(iter(train_loader)))))
         optimizer.zero_grad()
 
@@ -192,7 +192,7 @@ def main():
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
     accelerator.save_model(model, args.output_dir)
     run.finish(test)
-    # Free the model before the process group: at the interpreter's exit, gloo would abort one run in three.
+    # Free the model before the process group: at the interpreter's exit, gloo may abort.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
@@ -200,7 +200,7 @@ def main():
 
 # ==================================================================================== machinery, shared by the recipes
 def mean_loss(metrics):
-    """Return the samples' mean loss, by their weights if there are any: what the backward pass begins with."""
+    """Return the mean loss, weighted by "weight" if given: the scalar to backpropagate."""
     weight = metrics.get("weight")
     return metrics["loss"].mean() if weight is None else (metrics["loss"] * weight).sum() / weight.sum()
 
@@ -265,7 +265,7 @@ def reproducible(loader, seed):
         names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
         exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size and shuffle")
     if not hasattr(loader.dataset, "set_epoch"):
-        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids to assign it
+        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
     loader.dataset.set_epoch(0)
     return loader
 
@@ -321,8 +321,8 @@ def find_checkpoint(config, read):
 
 
 class SignalHandler:
-    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop one step later: they
-    agree by a gloo all-reduce on the CPU, which overlaps that step, so that no GPU waits."""
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop two steps later at
+    most: they agree by a gloo all-reduce on the CPU, which overlaps a step, so that no GPU waits."""
 
     def __init__(self, accelerator):
         self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
@@ -638,7 +638,7 @@ def make_accelerator(args, precision, *handlers):
         except RuntimeError as error:
             remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
             exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")
-        torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
+        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
     args.log_every = args.log_every or (50 if gpus else 10)
@@ -650,7 +650,7 @@ def make_accelerator(args, precision, *handlers):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
-        # The first machine may know itself by that, too: there take the default route's.
+        # On the first machine that may be loopback, too: take the default route's.
         for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
             family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:

@@ -5,12 +5,13 @@
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/pipeline_cifar.py --schedule 1f1b
     accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/pipeline_cifar.py --split layer2.0
 
-For a model that does not fit one GPU. Each batch goes through in microbatches, so that both stages have work: with M of
-them a share 1 / (M + 1) of the time is lost while the pipeline fills and drains, the bubble. `gpipe` takes all
-microbatches forward and then all backward (Huang et al. 2019, arXiv:1811.06965); `1f1b` alternates, and so keeps fewer
-activations (Narayanan et al. 2019, arXiv:1806.03377). Accelerate has no pipeline dimension of its own: it supplies
-processes, devices, precision, optimizer and data, torch the pipeline. Gradients and losses are those of the whole model
-accumulated over the same microbatches (BatchNorm normalises over a microbatch).
+For a model that does not fit on one GPU. Each batch goes through in microbatches, so that both stages have work: with M
+of them, and equal stages, a share 1 / (M + 1) of the time is lost while the pipeline fills and drains, the bubble.
+`gpipe` takes all microbatches forward and then all backward (Huang et al. 2019, arXiv:1811.06965); `1f1b` alternates,
+and so keeps fewer activations (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503). Accelerate has no pipeline
+dimension of its own: it supplies processes, devices, precision, optimizer and data, torch the pipeline. Gradients and
+losses are those of the whole model accumulated over the same microbatches, over which BatchNorm normalises, too. Every
+process builds the whole model once, in CPU memory.
 
 To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
 "machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
@@ -44,6 +45,7 @@ import psutil
 import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
+from accelerate.data_loader import prepare_data_loader
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
@@ -61,7 +63,7 @@ def load_data(args, accelerator):
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
     map-style Dataset works, also with random transforms and workers: see `SeededSamples`.
     """
-    with accelerator.main_process_first(), accelerator.local_main_process_first():  # rank 0 downloads
+    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one process per machine downloads
         if args.data == "synthetic":
             train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
         else:
@@ -117,7 +119,7 @@ def model_blocks(model):
 
 def cut(blocks, args):
     """Return the blocks of each stage. The second stage begins with `--split`, or else where both take about the same
-    time: measured for ResNet-50 with 128 samples in a pass on CPU, the middle block for anything else."""
+    time: measured for ResNet-50 with 128 samples in a microbatch on CPU, the middle block for anything else."""
     names = list(blocks)
     balanced = {"cifar": "layer3.0", "imagenet": "layer3.2"}[args.stem]
     split = args.split or (balanced if balanced in names else names[len(names) // 2])
@@ -152,7 +154,7 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
     `replicas` are the process groups of both stages, and of this stage in all pipelines."""
 
     def loss_fn(outputs, targets):
-        return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # of a model that has run already
+        return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # the model has already run
 
     # Not prepared: Accelerate would wrap it in DDP over all processes, which have two different stages.
     model = Stage(blocks, accelerator, pipeline.rank() == STAGES - 1).to(accelerator.device)
@@ -177,9 +179,14 @@ def run_pipeline(model, batch):
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
     """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule; return metrics."""
     metrics = run_pipeline(model, batch)
-    gradients = [p.grad.div_(model.replicas.size()) for p in model.parameters() if p.grad is not None]
-    for work in [distributed.all_reduce(gradient, group=model.replicas, async_op=True) for gradient in gradients]:
-        work.wait()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # frozen ones have none
+    shared = gradients if model.replicas.size() > 1 else []
+    for first in range(0, len(shared), 16):  # in buckets, to save memory
+        some = shared[first : first + 16]
+        flat = torch.cat([gradient.flatten() for gradient in some]).div_(model.replicas.size())
+        distributed.all_reduce(flat, group=model.replicas)
+        parts = flat.split([gradient.numel() for gradient in some])
+        torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some, strict=True)])
     if clip_norm:  # to the norm of the whole model, of which this process has one stage
         norm = torch.nn.utils.get_total_norm(gradients) ** 2
         distributed.all_reduce(norm, group=model.pipeline)
@@ -200,8 +207,8 @@ def lr_lambda(step, total_steps):
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if n is not all."""
-    training = [module for module in model.modules() if module.training]  # frozen ones stay in evaluation mode
+    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
+    training = [module for module in model.modules() if module.training]  # to restore: others stay in eval mode
     model.eval()
     for buffer in model.buffers():  # all pipelines evaluate with the first one's BatchNorm statistics
         distributed.broadcast(buffer, group=model.replicas, group_src=0)
@@ -209,7 +216,7 @@ def evaluate(accelerator, model, loader):
     totals, size = 0, loader.batch_sampler.batch_size
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index, accelerator.process_index)
-        # Every pass has the first one's shape: the last batch fills itself up, and what fills it is left out.
+        # All passes need one shape: repeat samples to fill the last batch, and drop their metrics.
         metrics = run_pipeline(model, [torch.cat([x] * math.ceil(size / len(x)))[:size] for x in batch])
         real = len(loader.dataset) - (index * model.replicas.size() + model.replicas.rank()) * size
         totals += sample_rows(metrics)[: max(0, real)].sum(0)
@@ -237,7 +244,7 @@ def main():
         precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: mixed precision, as in amp_cifar.py"},
         schedule={"choices": ("gpipe", "1f1b"), "default": "gpipe", "help": "order of the microbatches"},
         microbatches={"type": int, "default": 8, "help": "parts of a batch; the bubble is 1 / (microbatches + 1)"},
-        split={"help": "first block of the second stage (default: where both take the same time)"},
+        split={"help": "first block of the second stage (default: layer3.0; ImageNet stem: layer3.2; else the middle)"},
         clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
     )
     if args.batch_size % args.microbatches:
@@ -251,13 +258,16 @@ def main():
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
 
-    # Neighbours in rank are a pipeline, those with the same stage its replicas. Accelerate has no name for the former,
-    # but under "tp" it gives them the same batches.
-    shape, names = (accelerator.num_processes // STAGES, STAGES), ("dp_replicate", "tp")
-    mesh = accelerator.state.device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-    pipeline, replicas = mesh["tp"].get_group(), mesh["dp_replicate"].get_group()
+    # Neighbours in rank are a pipeline ("pp"); the processes with the same stage are its replicas ("dp").
+    shape = accelerator.num_processes // STAGES, STAGES
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "pp"))
+    pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
     loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
-    train_loader, test_loader = accelerator.prepare(*loaders)
+    # Not `accelerator.prepare`: it would give the stages of a pipeline different batches.
+    options = {"put_on_device": True, "use_seedable_sampler": True, "non_blocking": True}
+    options |= {"data_seed": accelerator.dataloader_config.data_seed}
+    options |= {"num_processes": replicas.size(), "process_index": replicas.rank()}
+    train_loader, test_loader = (prepare_data_loader(loader, accelerator.device, **options) for loader in loaders)
     steps_per_epoch = len(train_loader)
     if steps_per_epoch == 0:
         exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
@@ -269,7 +279,7 @@ def main():
     sizes = [sum(p.numel() for block in blocks.values() for p in block.parameters()) for blocks in stages]
     holdings = [f"{', '.join(blocks)}: {size:,} parameters" for blocks, size in zip(stages, sizes, strict=True)]
     model = make_pipeline(args, accelerator, stages[pipeline.rank()], pipeline, replicas)
-    del stages  # the half that others hold
+    del stages  # frees the other stage
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
@@ -281,8 +291,8 @@ def main():
     config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    # A pass that leaves nothing behind: in the first, torch 2.11 tries the stages out on zeros, which BatchNorm's
-    # statistics would count in, and where that is an evaluation, such as of a resumed run, it cannot train afterwards.
+    # A warm-up pass without effect: torch 2.11 first runs the stages on zeros, which would change BatchNorm's
+    # statistics, and if the first pass is an evaluation (of a resumed run), it cannot train afterwards.
     before = [buffer.clone() for buffer in model.buffers()]
     names = list(run_pipeline(model, next(iter(train_loader))))
     (model.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
@@ -296,7 +306,7 @@ def main():
     weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
-    # Free the model before the process group: at the interpreter's exit, gloo would abort one run in three.
+    # Free the model before the process group: at the interpreter's exit, gloo may abort.
     run = state = None
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
@@ -305,7 +315,7 @@ def main():
 
 # ==================================================================================== machinery, shared by the recipes
 def mean_loss(metrics):
-    """Return the samples' mean loss, by their weights if there are any: what the backward pass begins with."""
+    """Return the mean loss, weighted by "weight" if given: the scalar to backpropagate."""
     weight = metrics.get("weight")
     return metrics["loss"].mean() if weight is None else (metrics["loss"] * weight).sum() / weight.sum()
 
@@ -370,7 +380,7 @@ def reproducible(loader, seed):
         names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
         exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size and shuffle")
     if not hasattr(loader.dataset, "set_epoch"):
-        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids to assign it
+        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
     loader.dataset.set_epoch(0)
     return loader
 
@@ -426,8 +436,8 @@ def find_checkpoint(config, read):
 
 
 class SignalHandler:
-    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop one step later: they
-    agree by a gloo all-reduce on the CPU, which overlaps that step, so that no GPU waits."""
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop two steps later at
+    most: they agree by a gloo all-reduce on the CPU, which overlaps a step, so that no GPU waits."""
 
     def __init__(self, accelerator):
         self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
@@ -761,7 +771,7 @@ def make_accelerator(args, precision, *handlers):
         except RuntimeError as error:
             remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
             exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")
-        torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
+        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
     args.log_every = args.log_every or (50 if gpus else 10)
@@ -773,7 +783,7 @@ def make_accelerator(args, precision, *handlers):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
-        # The first machine may know itself by that, too: there take the default route's.
+        # On the first machine that may be loopback, too: take the default route's.
         for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
             family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:

@@ -6,7 +6,7 @@
 Read it beside ddp_cifar.py: this is the baseline for its speed and its accuracy, so it keeps what tutorials do:
 per-sample transforms in worker processes, unchanged ResNet-50 in fp32, a constant learning rate that knows nothing of
 the number of processes, a loss that is read back in every step and printed for one rank only. It shares the cores
-among its processes, as torchrun and the recipes do. Most tutorials forget this with `mp.spawn`: try `--threads`.
+among its processes, as the recipes do. Most tutorials forget this with `mp.spawn`: try `--threads`.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     accelerate launch --config_file accelerate_configs/8gpu.yaml recipes/sharded_cifar.py --replicas 2
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py --precision bf16
 
-For a model that does not fit one GPU. Of every block each process keeps 1/N; a block is gathered when its turn comes,
-forward and backward, and freed again, and its gradients are summed where their shards are (Rajbhandari et al. 2020,
+For a model that does not fit on one GPU. Each of N processes keeps 1/N of every block; a block is all-gathered for its
+forward and its backward pass, then freed, and its gradients are reduce-scattered (Rajbhandari et al. 2020,
 arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277). The training is that of ddp_cifar.py at the same global batch.
 Accelerate's own FSDP plugin needs GPUs: it supplies processes, devices, data and optimizer here, torch the sharding.
 
@@ -77,7 +77,7 @@ def load_data(args, accelerator):
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
     map-style Dataset works, also with random transforms and workers: see `SeededSamples`.
     """
-    with accelerator.main_process_first(), accelerator.local_main_process_first():  # rank 0 downloads
+    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one process per machine downloads
         if args.data == "synthetic":
             train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
         else:
@@ -116,7 +116,7 @@ def compute_loss(model, batch):
 
 
 def shard_units(model):
-    """Return the modules that are sharded each by itself, so that only one of them is whole at a time: the elements of
+    """Return the modules to shard one by one, of which about two are whole at a time (one prefetched): the elements of
     every nn.Sequential and nn.ModuleList, but not what is inside them. These are the blocks of torchvision's ResNets
     and transformers, and the layers of a plain Sequential. What is in none of them is sharded with the root.
 
@@ -133,15 +133,15 @@ def shard(model, args, mesh, bf16):
     """Shard the units of a model on the meta device over the mesh, and then what is left of it."""
     options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()}
     fp32, precision = MixedPrecisionPolicy(), MixedPrecisionPolicy()
-    if bf16:  # what is gathered, and computed with; gradients are summed in fp32
+    if bf16:  # gathered and computed in bf16; gradients reduced in fp32
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model.to(memory_format=torch.contiguous_format)  # FSDP shards nothing else; activations stay channels_last
+    model.to(memory_format=torch.contiguous_format)  # FSDP requires it; activations stay channels_last
     for unit in [*shard_units(model), model]:
         norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         if args.activation_checkpointing and unit is not model:
             checkpoint_activations(unit, norms)
         own = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
-        if bf16 and own:  # a group of their own: their statistics are in fp32, and so their weights have to be
+        if bf16 and own:  # a separate group: fp32 statistics need fp32 weights
             fully_shard(own, mp_policy=fp32, **options)
         if bf16 and unit is model:
             precision = replace(precision, output_dtype=torch.float32)  # for the loss
@@ -183,7 +183,7 @@ def send_weights(whole, model, accelerator, mesh, offload):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Run one microbatch forward and backward; at the last of `accumulation_steps`, step optimizer and schedule, too.
+    """Run one microbatch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
 
     Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """
@@ -193,7 +193,7 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         if clip_norm and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # as fp16 does on overflow
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # fp16 skips on overflow
             scheduler.step()
         optimizer.zero_grad()
     return metrics
@@ -209,8 +209,8 @@ def lr_lambda(step, total_steps):
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if n is not all."""
-    training = [module for module in model.modules() if module.training]  # frozen ones stay in evaluation mode
+    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
+    training = [module for module in model.modules() if module.training]  # to restore: others stay in eval mode
     model.eval()
     utils.broadcast(list(model.buffers()))  # in place: all ranks evaluate with rank 0's BatchNorm statistics
     loader.set_epoch(0)  # the same random transforms in each evaluation
@@ -243,7 +243,7 @@ def save_weights(model, path, is_main_process):
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     names |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
     names |= {torch.bool: "BOOL"}
-    # The format wants no gaps, and readers want alignment: the largest elements first.
+    # Largest elements first: aligned without gaps, as the format demands.
     values = sorted(model.state_dict().items(), key=lambda item: -item[1].element_size())
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, value in values:
@@ -318,7 +318,7 @@ def main():
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
     save_weights(model, Path(args.output_dir, "model.safetensors"), accelerator.is_main_process)
     run.finish(test)
-    # Free the model before the process group: at the interpreter's exit, gloo would abort one run in three.
+    # Free the model before the process group: at the interpreter's exit, gloo may abort.
     run = shards = scheduler = None
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
@@ -327,7 +327,7 @@ def main():
 
 # ==================================================================================== machinery, shared by the recipes
 def mean_loss(metrics):
-    """Return the samples' mean loss, by their weights if there are any: what the backward pass begins with."""
+    """Return the mean loss, weighted by "weight" if given: the scalar to backpropagate."""
     weight = metrics.get("weight")
     return metrics["loss"].mean() if weight is None else (metrics["loss"] * weight).sum() / weight.sum()
 
@@ -392,7 +392,7 @@ def reproducible(loader, seed):
         names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
         exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size and shuffle")
     if not hasattr(loader.dataset, "set_epoch"):
-        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids to assign it
+        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
     loader.dataset.set_epoch(0)
     return loader
 
@@ -449,8 +449,8 @@ def find_checkpoint(config, read):
 
 
 class SignalHandler:
-    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop one step later: they
-    agree by a gloo all-reduce on the CPU, which overlaps that step, so that no GPU waits."""
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop two steps later at
+    most: they agree by a gloo all-reduce on the CPU, which overlaps a step, so that no GPU waits."""
 
     def __init__(self, accelerator):
         self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
@@ -692,7 +692,7 @@ def make_mesh(accelerator, args):
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     shape = (processes,) if args.replicas == 1 else (args.replicas, processes // args.replicas)
     names = ("replicas", "shards")[-len(shape) :]
-    # NCCL has no way to sum, or gather, what is in the hosts' memory.
+    # NCCL has no collectives for CPU tensors: gloo for those.
     backends = dict.fromkeys(names, "cpu:gloo,cuda:nccl") if args.cpu_offload else None
     return init_device_mesh(device, shape, mesh_dim_names=names, backend_override=backends)
 
@@ -753,7 +753,7 @@ class Shards:
         return {"buffers": dict(self.model.named_buffers()), "optimizer": optimizer}
 
     def load_state_dict(self, saved):
-        get_optimizer_state_dict(self.model, self.optimizer)  # has them made, as in the first step
+        get_optimizer_state_dict(self.model, self.optimizer)  # creates them, as the first step would
         states = self.optimizer.state_dict()["state"]
         for index, state in saved["optimizer"]["state"].items():
             states[index].update(state)
@@ -922,7 +922,7 @@ def make_accelerator(args, precision, *handlers):
         except RuntimeError as error:
             remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
             exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")
-        torch.backends.cudnn.benchmark = True  # the shapes are always the same: try which algorithm is the fastest
+        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
     args.log_every = args.log_every or (50 if gpus else 10)
@@ -934,7 +934,7 @@ def make_accelerator(args, precision, *handlers):
             exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
-        # The first machine may know itself by that, too: there take the default route's.
+        # On the first machine that may be loopback, too: take the default route's.
         for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
             family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
