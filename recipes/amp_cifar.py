@@ -84,9 +84,10 @@ def build_model(args):
 def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this with your own.
 
-    The mean of "loss" is minimised, the means of all are reported. If samples count unequally, add "weight": (B,). For
-    sequences, "loss" is then each one's mean over its tokens, and "weight" their number; the loss is the weighted mean
-    within a microbatch, and microbatches and processes count equally.
+    Call `model` itself, once: gradients are synchronised through its forward pass alone. The mean of "loss" is
+    minimised, the means of all are reported. If samples count unequally, add "weight": (B,). For sequences, "loss" is
+    then each one's mean over its tokens, and "weight" their number; the loss is the weighted mean within a microbatch,
+    and microbatches and processes count equally.
     """
     images, labels = batch
     logits = model(images)
@@ -190,8 +191,7 @@ def main():
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = make_accelerator(args, args.precision, ddp)
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
-    loaders = [reproducible(loader, args.seed) for loader in load_data(args, accelerator)]
-    train_loader, test_loader = accelerator.prepare(*loaders)
+    train_loader, test_loader = accelerator.prepare(*reproducible(load_data(args, accelerator), args.seed))
     # An incomplete last global batch is dropped, so that N processes take the same steps as one process with N
     # microbatches. `min`: never accumulate over more than an epoch.
     accumulation_steps = accelerator.gradient_accumulation_steps = min(args.accumulation_steps, len(train_loader))
@@ -214,7 +214,9 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.broadcast_buffers = False  # DDP's constructor did it; from now on `evaluate` does
+    # Training does not read BatchNorm's buffers: broadcast in `evaluate`, not in every forward pass, which others need.
+    owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in owners)
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
@@ -249,8 +251,9 @@ def sample_rows(metrics):
     """Return (B, M + 2) float32, a row per sample: its M metrics times its weight, its weight, and 1. `means` divides
     their sums over all batches and ranks. Exits with an error unless all metrics are (B,)."""
     for name, value in metrics.items():
-        if value.dim() != 1 or len(value) != len(metrics["loss"]):
-            exit_with_error(f'compute_loss: "{name}" is {tuple(value.shape)}: return one value per sample, (B,)')
+        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+        if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
+            exit_with_error(f'compute_loss: "{name}" is {shape}: return one value per sample, (B,)')
     weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach()
     columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1).float()
@@ -258,7 +261,8 @@ def sample_rows(metrics):
 
 def means(names, sums):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
-    return dict(zip([name for name in names if name != "weight"], [x / sums[-2] for x in sums[:-2]], strict=True))
+    weight = sums[-2] or math.nan
+    return dict(zip([name for name in names if name != "weight"], [x / weight for x in sums[:-2]], strict=True))
 
 
 def test_metrics(names, sums, samples):
@@ -297,17 +301,26 @@ class SeededSamples(Dataset):
         return self.dataset[index]
 
 
-def reproducible(loader, seed):
-    """Wrap the loader's dataset in `SeededSamples`, in place, unless it has a `set_epoch`, and then has to seed itself.
-    Return the loader. Exit with an error if its samplers cannot be divided among processes and resumed exactly."""
-    kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
-    if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
-        names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
-        exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size and shuffle")
-    if not hasattr(loader.dataset, "set_epoch"):
-        vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
-    loader.dataset.set_epoch(0)
-    return loader
+def reproducible(loaders, seed):
+    """Return the loaders for training and test, their datasets wrapped in `SeededSamples` unless these, or those that
+    they are Subsets of, have a `set_epoch`, and then have to seed themselves. Exit with an error if the loaders cannot
+    be divided among processes and resumed exactly."""
+    for loader, drop_last in zip(loaders, (True, False), strict=True):
+        kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
+        if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
+            names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
+            exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size, shuffle")
+        if loader.batch_sampler.drop_last != drop_last or len(loader.dataset) == 0:
+            exit_with_error("load_data: training needs drop_last=True, the test drop_last=False and some samples")
+        inner = loader.dataset
+        while not hasattr(inner, "set_epoch") and hasattr(inner, "dataset"):
+            inner = inner.dataset
+        if hasattr(inner, "set_epoch"):
+            loader.dataset.set_epoch = inner.set_epoch
+        else:
+            vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
+        loader.dataset.set_epoch(0)
+    return loaders
 
 
 def load_weights(accelerator, model, args):
@@ -517,10 +530,10 @@ class Run:
         norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
         totals = self.accelerator.reduce(torch.cat((self.totals, norm[None]))).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
-        if not math.isfinite(sum(totals)):
+        values, samples = means(self.names, totals[:-1]), totals[-2]
+        if not math.isfinite(values["loss"] + totals[-1]):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
             self.exit(1, f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1")
-        values, samples = means(self.names, totals[:-1]), totals[-2]
         if self.logged > self.start:
             self.samples, self.seconds, rate = self.samples + int(samples), self.seconds + seconds, samples / seconds
         self.totals, self.logged = 0, self.step
@@ -599,6 +612,8 @@ class Run:
 def exit_with_error(message):
     """Print an error in one line, from one process per node, and exit with status 2."""
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         time.sleep(60)  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -634,9 +649,10 @@ def parse_args(**own_flags):
     add("--log-every", "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)", type=int)
     add("--tracker", "where metrics go, too", choices=[x.value for x in accelerate.tracking.get_available_trackers()])
     args = parser.parse_args()
+    unchecked = own_flags.keys() - {"accumulation_steps", "clip_norm", "microbatches", "replicas"}
     for name, value in vars(args).items():
-        low, flag = -1 if name == "epochs" or parser.get_default(name) == 0 else 0, f"--{name.replace('_', '-')}"
-        if type(value) in (int, float) and not low < value < 2**32:
+        low, flag = -1 if name in ("epochs", "seed") else 0, f"--{name.replace('_', '-')}"
+        if type(value) in (int, float) and name not in unchecked and not low < value < 2**32:
             exit_with_error(f"argument {flag}: {value}, choose a number above {low} and below {2**32}")
     try:
         os.makedirs(args.output_dir, exist_ok=True)

@@ -277,8 +277,7 @@ def seconds_per_step(args, recipe, accelerator):
     alone: bare without DDP, each process for itself; convolutions: nothing but those of the model, likewise.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    loaders = [recipe.reproducible(loader, args.seed) for loader in recipe.load_data(args, accelerator)]
-    train_loader, _ = accelerator.prepare(*loaders)
+    train_loader, _ = accelerator.prepare(*recipe.reproducible(recipe.load_data(args, accelerator), args.seed))
 
     def training():
         torch.manual_seed(0)

@@ -40,7 +40,7 @@ WORKERS = """
 def load_data(args, accelerator):
     data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), torch.zeros(512, dtype=torch.int64))
     options = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
-    return DataLoader(data, shuffle=True, **options), DataLoader(data, batch_size=64)
+    return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, batch_size=64)
 
 
 if __name__ == "__main__":"""

@@ -52,8 +52,8 @@ def collate(sequences):
 
 def load_data(args, accelerator):
     loaders = (
-        DataLoader(Sequences(), args.batch_size, shuffle=shuffle, collate_fn=collate, num_workers=2)
-        for shuffle in (True, False)
+        DataLoader(Sequences(), args.batch_size, shuffle=train, drop_last=train, collate_fn=collate, num_workers=2)
+        for train in (True, False)
     )
     return tuple(loaders)
 
@@ -98,12 +98,25 @@ class Noisy(torch.utils.data.TensorDataset):
 def load_data(args, accelerator):
     inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
     dataset = Noisy(inputs, torch.stack((inputs.sum(1), inputs.prod(1)), dim=1))
-    return DataLoader(dataset, args.batch_size, shuffle=True), DataLoader(dataset, args.batch_size)
+    subset = torch.utils.data.Subset(dataset, range(48))
+    return DataLoader(subset, args.batch_size, shuffle=True, drop_last=True), DataLoader(dataset, args.batch_size)
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))  # which training reads, and each rank changes in its own way
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.3)
+        return x - self.mean
 
 
 def build_model(args):
     frozen = nn.Dropout(0.1).eval()  # not to be woken up by an evaluation
-    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.ReLU(), frozen, nn.Linear(16, 2))
+    layers = nn.Linear(6, 16), nn.Linear(16, 16).requires_grad_(False), nn.Dropout(0.1), nn.ReLU(), frozen
+    return nn.Sequential(Centred(), *layers, nn.Linear(16, 2))
 
 
 def compute_loss(model, batch):
@@ -120,6 +133,7 @@ CASES = [
     *[(project, "amp_cifar", 2) for project in PROJECTS],
     ("regression", "pipeline_cifar", 2),
     ("regression", "data_parallel_cifar", 1),
+    ("regression", "sharded_cifar", 2),
 ]
 
 
@@ -137,10 +151,12 @@ def copy(recipe, project, path, *replacements):
 def described(project, recipe, processes, directory):
     """The uninterrupted run, and one that resumes in the middle of its second epoch."""
     name = f"{project}-{recipe}-{processes}"
-    tokens = project == "tokens"
+    tokens, source, begin = project == "tokens", PROJECTS[project], "super().__init__()\n"
+    if recipe == "sharded_cifar":  # unlike DDP, it trains a model with a parameter that no gradient reaches
+        source = source.replace(begin, f"{begin}        self.unused = nn.Parameter(torch.zeros(4))\n")
     script = copy(
         recipe,
-        PROJECTS[project],
+        source,
         directory / f"{name}.py",
         *([(SGD, "torch.optim.AdamW(model.parameters(), lr=numpy.float64(1e-3))")] if tokens else []),
     )
@@ -148,7 +164,8 @@ def described(project, recipe, processes, directory):
     flags = ["--cpu", "--epochs", 2, "--batch-size", batch, "--log-every", 1]
     flags += ["--microbatches", 2] if recipe == "pipeline_cifar" else []
     whole = [*flags, "--checkpoint-every", 3, "--keep", 9, "--output-dir", f"{name}-whole"]
-    resumed = [*flags, "--output-dir", f"{name}-resumed", "--resume", f"{name}-whole/step-00000009.pt"]
+    checkpoint = f"{name}-whole/step-00000009{'' if recipe == 'sharded_cifar' else '.pt'}"
+    resumed = [*flags, "--output-dir", f"{name}-resumed", "--resume", checkpoint]
     common = {"processes": processes, "script": str(script), "directory": directory}
     return [{**common, "flags": whole}, {**common, "flags": resumed}]
 
@@ -217,7 +234,8 @@ class Noisy(Dataset):
 
 
 def load_data(args, accelerator):
-    loader = DataLoader(Noisy(), args.batch_size, shuffle=True, num_workers=WORKERS, persistent_workers=WORKERS > 0)
+    options = {"num_workers": WORKERS, "persistent_workers": WORKERS > 0}
+    loader = DataLoader(Noisy(), args.batch_size, shuffle=True, drop_last=True, **options)
     return loader, DataLoader(Noisy(), args.batch_size)
 
 
@@ -290,7 +308,7 @@ def recorded(directory, one, rank=None):
 
 
 LOADERS = {
-    "SubsetRandomSampler": "DataLoader(data, 8), DataLoader(data, 8, sampler=d.SubsetRandomSampler(range(20)))",
+    "SubsetRandomSampler": "train, DataLoader(data, 8, sampler=d.SubsetRandomSampler(range(20)))",
     "WeightedRandomSampler": "DataLoader(data, 8, sampler=d.WeightedRandomSampler([1.0] * 24, 9)), DataLoader(data, 8)",
     "DistributedSampler": "DataLoader(data, 8, sampler=d.DistributedSampler(data, 2, 0)), DataLoader(data, 8)",
     "Batches": "DataLoader(data, batch_sampler=Batches()), DataLoader(data, 8)",
@@ -320,6 +338,7 @@ class Stream(d.IterableDataset):
 
 def load_data(args, accelerator):
     data = d.TensorDataset(torch.zeros(24, 3, 8, 8), torch.zeros(24).long())
+    train = DataLoader(data, 8, drop_last=True)
     return LOADERS
 """
 OWN_FORWARD = """
@@ -335,27 +354,52 @@ class Residual(nn.Module):
 def build_model(args):
     return Residual()
 """
+TIED = """
+def build_model(args):
+    first, second, third = nn.Flatten(), nn.Linear(3072, 3072), nn.Linear(3072, 3072)
+    third.weight = second.weight
+    return nn.Sequential(first, second, nn.ReLU(), third, nn.Linear(3072, 10))
+"""
 SMALL = ["--cpu", "--model", "simple_cnn", "--data", "synthetic", "--max-steps", "2", "--log-every", "1"]
 LAMBDA = "LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
 CLIP, STEP = 'help": "clip the gradient to this norm"},\n', "            run.finish_step(step, learning_rate)"
 TEST, LAYOUT = "        test = evaluate(", "    return model.to(memory_format"
 LOSS, EVALUATED = 'F.cross_entropy(logits, labels, reduction="none")', '        run.write("evaluation", test)'
+ROWS, TRAINED = "sample_rows(metrics))", "DataLoader(train_set, shuffle=True, drop_last=True, **options)"
+TESTED, EMPTY = "DataLoader(test_set, **options)", "DataLoader(torch.utils.data.Subset(test_set, []), **options)"
+PART = "DataLoader(torch.utils.data.Subset(train_set, range(256)), drop_last=True, **options)"
+REST = "DataLoader(torch.utils.data.Subset(train_set, range(100)), **options)"
+DROP_LAST = "load_data: training needs drop_last=True, the test drop_last=False and some samples"
 FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
+SIDES = '"collate_fn": tuple', '"collate_fn": lambda batch: {"x": 1, "y": 2}'
+OTHER = TESTED, 'DataLoader(test_set, **options | {"batch_size": 16})'
+PAIRS = {  # name: (recipe, project, what is replaced, the error), on two processes
+    "own_pipeline": ("pipeline_cifar", OWN_FORWARD, [], "cannot cut Residual"),
+    "tied_stages": ("pipeline_cifar", TIED, [], "the two stages share a parameter"),
+    "tied_units": ("sharded_cifar", TIED, [], "shard_units: two units share a parameter"),
+    "another_shape": ("pipeline_cifar", "", [OTHER], "[(128, 3, 32, 32), (128,)], and not [(16, 3, 32, 32), (16,)]"),
+    "dictionaries": ("pipeline_cifar", "", [SIDES], "a batch has to be two tensors"),
+    "a_mean": ("ddp_cifar", "", [(LOSS, f"{LOSS}.mean()")], 'compute_loss: "loss" is ()'),
+}
 OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the last one resumes the first
     "a run": ([], [], 0, "resumed_from: 0"),
     "a flag that is 0": (
         [
-            (CLIP, f'{CLIP}        workers={{"type": int, "default": 0, "help": "x"}},\n        where={{**PATH}},\n'),
+            (CLIP, f'{CLIP}        workers={{"type": int, "default": 0, "help": "x"}},\n        **MORE,\n'),
             (EVALUATED, f'        test["confusion"] = [[1, 2], [3, 4]]\n{EVALUATED}'),
             (
                 'RECIPE = "ddp_cifar"',
-                'RECIPE, PATH = "ddp_cifar", {"type": Path, "default": Path("somewhere"), "help": "x"}',
+                'RECIPE, MORE = "ddp_cifar", {"where": {"type": Path, "default": Path("somewhere"), "help": "x"}}\n'
+                'MORE["dropout"] = {"type": float, "default": 0.1, "help": "x"}\n'
+                'MORE["ignore"] = {"type": int, "default": -100, "help": "x"}',
             ),
         ],
-        ["--workers", "0"],
+        ["--workers", "0", "--dropout", "0"],
         0,
-        "workers: 0\n  where: somewhere\n",
+        "workers: 0\n  where: somewhere\n  dropout: 0.0\n  ignore: -100\n",
     ),
+    "a metric that is not finite": ([(LOSS, f'{LOSS}, "iou": logits[:, 0] * math.nan')], [], 0, "iou nan"),
+    "a metric that is no tensor": ([(LOSS, f'{LOSS}, "x": 0.5')], [], 2, 'compute_loss: "x" is float'),
     "a schedule per epoch": (
         [
             ("            scheduler.step()\n", "            pass\n"),
@@ -381,11 +425,15 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the la
     "frozen parameters": (FROZEN, [], 0, "step 2/2"),
     "not a row per sample": ([(LOSS, f"{LOSS}[:, None]")], [], 2, 'compute_loss: "loss" is (128, 1)'),
     "a mean": ([(LOSS, f"{LOSS}.mean()")], [], 2, 'compute_loss: "loss" is ()'),
-    "a test set in part": (
-        [("DataLoader(test_set, **options)", "DataLoader(test_set, drop_last=True, **{**options, 'batch_size': 100})")],
+    "a test set in part": ([(ROWS, f"{ROWS}[1:]")], [], 2, "evaluate: 1016 of 1024 samples counted"),
+    "a test set without the rest": ([(TESTED, "DataLoader(test_set, drop_last=True, **options)")], [], 2, DROP_LAST),
+    "an empty test set": ([(TESTED, EMPTY)], [], 2, DROP_LAST),
+    "training with the rest": ([("drop_last=True, **options", "**options")], [], 2, DROP_LAST),
+    "subsets of it": (
+        [(TRAINED, PART), (TESTED, PART.replace("256", "100").replace("drop_last=True, ", ""))],
         [],
-        2,
-        "evaluate: 1000 of 1024 samples counted",
+        0,
+        "samples 100\n",
     ),
     "a flag added later": (
         [(CLIP, f'{CLIP}        later={{"type": int, "default": 5, "help": "x"}},\n')],
@@ -409,14 +457,15 @@ def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path
     script = copy("pipeline_cifar", "", tmp_path / "frozen_pipeline.py", *FROZEN)
     runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "pipe"], "processes": 2})
     expected.append((0, "step 2/2"))
-    script = copy("pipeline_cifar", OWN_FORWARD, tmp_path / "own_pipeline.py")
-    runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "own"], "processes": 2})
-    expected.append((2, "cannot cut Residual"))
-    runs = [{"processes": 1, "grace": 0.5, **one, "directory": tmp_path} for one in runs]
+    for name, (recipe, project, replacements, said) in PAIRS.items():
+        script = copy(recipe, project, tmp_path / f"{name}.py", *replacements)
+        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name], "processes": 2})
+        expected.append((2, said))
+    runs = [{"processes": 1, "grace": 0.5, "terminate": True, **one, "directory": tmp_path} for one in runs]
     answers = forked(runs, tmp_path, together=2)
     for one, (codes, output), (code, said) in zip(runs, answers, expected, strict=True):
         # Where one of two has said it, the other waits to be ended.
-        assert codes[0] == code and set(codes) <= {code, -9} and said in output, (one, output)
+        assert codes[0] == code and set(codes) <= {code, -15} and said in output, (one, output)
         name = Path(one["script"]).stem
         assert name not in LOADERS or name in output
 

@@ -7,7 +7,8 @@ fifty trainings take a minute. conftest.py starts it once and writes to its stdi
 
 A run has `processes`, and what `train` in watched.py takes, or a `script` with its `flags` and `directory`; `env` of
 its own; `terminal`: its output goes to one; `patience` in seconds, and `grace`, what is left of it when a process has
-failed: five. The answer, a line on stdout, has [exit codes by rank, output] for each.
+failed: five; `terminate`: SIGTERM before SIGKILL, as from a launcher. The answer, a line on stdout, has [exit codes by
+rank, output] for each.
 """
 
 import contextlib
@@ -113,9 +114,10 @@ class Execution:
     def check(self):
         self.read()
         if time.monotonic() > self.deadline:
+            number = signal.SIGTERM if self.run.pop("terminate", False) else signal.SIGKILL
             for pid in self.ranks:
-                os.kill(pid, signal.SIGKILL)
-            self.deadline += 3600
+                os.kill(pid, number)
+            self.deadline += 5
 
     def answer(self):
         if not self.master:

@@ -39,7 +39,7 @@ def synchronisations():
     accelerator = recipe.make_accelerator(args, precision, ddp)
     if precision == "fp16" and not cuda:
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    loaders = accelerator.prepare(*[recipe.reproducible(loader, 0) for loader in recipe.load_data(args, accelerator)])
+    loaders = accelerator.prepare(*recipe.reproducible(recipe.load_data(args, accelerator), 0))
     model = recipe.build_model(args)
     options = {"momentum": 0.9, "nesterov": True, "fused": None if accelerator.scaler else cuda}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, **options)
