@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
 RECIPE = "data_parallel_cifar"
 
@@ -82,7 +82,7 @@ def build_model(args):
 def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this with your own.
 
-    Call `model` itself, once: gradients are synchronised through its forward pass alone. The mean of "loss" is
+    Call `model` itself, not its methods: its forward pass is what synchronises the gradients. The mean of "loss" is
     minimised, the means of all are reported. If samples count unequally, add "weight": (B,). For sequences, "loss" is
     then each one's mean over its tokens, and "weight" their number; the loss is the weighted mean within a microbatch,
     and microbatches and processes count equally.
@@ -254,9 +254,9 @@ class SeededSamples(Dataset):
 
 
 def reproducible(loaders, seed):
-    """Return the loaders for training and test, their datasets wrapped in `SeededSamples` unless these, or those that
-    they are Subsets of, have a `set_epoch`, and then have to seed themselves. Exit with an error if the loaders cannot
-    be divided among processes and resumed exactly."""
+    """Return the loaders for training and test, their datasets wrapped in `SeededSamples` unless they, or those whose
+    Subsets they are, have a `set_epoch`, and then have to seed themselves. Exit with an error if the loaders cannot be
+    divided among processes and resumed exactly."""
     for loader, drop_last in zip(loaders, (True, False), strict=True):
         kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
         if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
@@ -265,7 +265,7 @@ def reproducible(loaders, seed):
         if loader.batch_sampler.drop_last != drop_last or len(loader.dataset) == 0:
             exit_with_error("load_data: training needs drop_last=True, the test drop_last=False and some samples")
         inner = loader.dataset
-        while not hasattr(inner, "set_epoch") and hasattr(inner, "dataset"):
+        while isinstance(inner, Subset):
             inner = inner.dataset
         if hasattr(inner, "set_epoch"):
             loader.dataset.set_epoch = inner.set_epoch
@@ -486,6 +486,10 @@ class Run:
         if not math.isfinite(values["loss"] + totals[-1]):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
             self.exit(1, f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1")
+        expected = (self.step - self.logged) * self.config["global_batch_size"]
+        if not math.isclose(samples, expected, rel_tol=1e-3):  # float32 sums
+            remedy = "compute_loss has to return one value per sample, and load_data to use --batch-size"
+            exit_with_error(f"{samples:.0f} values for {expected} samples: {remedy}")
         if self.logged > self.start:
             self.samples, self.seconds, rate = self.samples + int(samples), self.seconds + seconds, samples / seconds
         self.totals, self.logged = 0, self.step
@@ -601,7 +605,7 @@ def parse_args(**own_flags):
     add("--log-every", "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)", type=int)
     add("--tracker", "where metrics go, too", choices=[x.value for x in accelerate.tracking.get_available_trackers()])
     args = parser.parse_args()
-    unchecked = own_flags.keys() - {"accumulation_steps", "clip_norm", "microbatches", "replicas"}
+    unchecked = own_flags.keys() - {"accumulation_steps", "clip_norm", "microbatches", "replicas"}  # a copy's own
     for name, value in vars(args).items():
         low, flag = -1 if name in ("epochs", "seed") else 0, f"--{name.replace('_', '-')}"
         if type(value) in (int, float) and name not in unchecked and not low < value < 2**32:

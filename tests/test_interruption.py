@@ -39,8 +39,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 WORKERS = """
 def load_data(args, accelerator):
     data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), torch.zeros(512, dtype=torch.int64))
-    options = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
-    return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, batch_size=64)
+    options = {"num_workers": 2, "multiprocessing_context": "CONTEXT", "persistent_workers": True}
+    return DataLoader(data, args.batch_size, shuffle=True, drop_last=True, **options), DataLoader(data, 64)
 
 
 if __name__ == "__main__":"""
@@ -54,6 +54,7 @@ def interrupt(recipe, processes, name, target, directory, *flags):
         source = script.read_text().replace('\nif __name__ == "__main__":', WORKERS.replace("CONTEXT", context))
         script = directory.with_suffix(".py")
         script.write_text(source)
+        flags = "--batch-size", 4, *flags
     launcher = [ACCELERATE, "launch", "--config_file", CONFIGS[processes]]
     if recipe.endswith("torchrun"):
         launcher = [*TORCHRUN, processes]

@@ -360,6 +360,13 @@ def build_model(args):
     third.weight = second.weight
     return nn.Sequential(first, second, nn.ReLU(), third, nn.Linear(3072, 10))
 """
+PIXELWISE = """
+per_sample = compute_loss
+
+
+def compute_loss(model, batch):
+    return {name: value.repeat(2) for name, value in per_sample(model, batch).items()}
+"""
 SMALL = ["--cpu", "--model", "simple_cnn", "--data", "synthetic", "--max-steps", "2", "--log-every", "1"]
 LAMBDA = "LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
 CLIP, STEP = 'help": "clip the gradient to this norm"},\n', "            run.finish_step(step, learning_rate)"
@@ -379,6 +386,12 @@ PAIRS = {  # name: (recipe, project, what is replaced, the error), on two proces
     "tied_units": ("sharded_cifar", TIED, [], "shard_units: two units share a parameter"),
     "another_shape": ("pipeline_cifar", "", [OTHER], "[(128, 3, 32, 32), (128,)], and not [(16, 3, 32, 32), (16,)]"),
     "dictionaries": ("pipeline_cifar", "", [SIDES], "a batch has to be two tensors"),
+    "pixelwise": (
+        "ddp_cifar",
+        PIXELWISE,
+        [],
+        "512 values for 256 samples: compute_loss has",
+    ),
     "a_mean": ("ddp_cifar", "", [(LOSS, f"{LOSS}.mean()")], 'compute_loss: "loss" is ()'),
 }
 OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the last one resumes the first
