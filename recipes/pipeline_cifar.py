@@ -164,6 +164,9 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
     # Not prepared: Accelerate would wrap it in DDP over all processes, which have two different stages.
     model = Stage(blocks, accelerator, pipeline.rank() == STAGES - 1).to(accelerator.device)
     model.pipeline, model.replicas = pipeline, replicas
+    # Training does not read BatchNorm's buffers: broadcast in `evaluate`, not in every step, which others need.
+    owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
     model.schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule](stage, args.microbatches, loss_fn)
     return model
@@ -187,6 +190,8 @@ def run_pipeline(model, batch):
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
     """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule; return metrics."""
+    for buffer in model.others:
+        distributed.broadcast(buffer, group=model.replicas, group_src=0)
     metrics = run_pipeline(model, batch)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]  # frozen ones have none
     shared = gradients if model.replicas.size() > 1 else []
