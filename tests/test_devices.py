@@ -59,7 +59,8 @@ def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu):
     metrics = recipe.compute_loss(model, batch)
     assert recipe.mean_loss(metrics).device == GPU
     written, run = [], SimpleNamespace(totals=0, accelerator=accelerator, state={"model": model}, own_metrics=dict)
-    vars(run).update(interval_start=0, logged=0, start=0, step=1, write=lambda *line: written.append(line))
+    vars(run).update(interval_start=0, logged=0, start=0, step=1, config={"global_batch_size": 1})
+    run.write = lambda *line: written.append(line)
     recipe.Run.add(run, metrics)
     recipe.Run.log(run, 0.1)
     assert [event for event, _ in written] == ["train"]
