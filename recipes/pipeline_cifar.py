@@ -130,7 +130,7 @@ def cut(blocks, args):
     stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
     first, second = ({p for block in stage.values() for p in block.parameters()} for stage in stages)
     if first & second:
-        exit_with_error("the two stages share a parameter, and would train a copy each: choose another --split")
+        exit_with_error("the two stages share a parameter, and would train a copy each: untie them, or change --split")
     return stages
 
 
