@@ -202,7 +202,7 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         parts = flat.split([gradient.numel() for gradient in some])
         torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some, strict=True)])
     if clip_norm:  # to the norm of the whole model, of which this process has one stage
-        norm = torch.nn.utils.get_total_norm(gradients) ** 2
+        norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device) ** 2  # a frozen stage has none
         distributed.all_reduce(norm, group=model.pipeline)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
     optimizer.step()
