@@ -164,7 +164,7 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
     # Not prepared: Accelerate would wrap it in DDP over all processes, which have two different stages.
     model = Stage(blocks, accelerator, pipeline.rank() == STAGES - 1).to(accelerator.device)
     model.pipeline, model.replicas = pipeline, replicas
-    # Training does not read BatchNorm's buffers: broadcast in `evaluate`, not in every step, which others need.
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every step.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
@@ -177,7 +177,7 @@ def run_pipeline(model, batch):
     last stage, on the other those of no samples, both on the device."""
     shapes = [tuple(getattr(x, "shape", [type(x).__name__])) for x in batch]
     model.shapes = model.shapes or shapes
-    if shapes != model.shapes or not all(map(torch.is_tensor, batch)):  # the transport expects what it had first
+    if shapes != model.shapes or [*map(torch.is_tensor, batch)] != [True, True]:  # the transport is set up for those
         exit_with_error(f"a batch has to be two tensors of the first one's shapes, {model.shapes}, and not {shapes}")
     inputs, targets = batch
     run = model.schedule.step if model.training else model.schedule.eval
@@ -316,6 +316,7 @@ def main():
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
+    run.state = {"model": model}  # without the optimizer's
     weights = [item for part in run.collect_state() for item in part["model"].items()]
     weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
