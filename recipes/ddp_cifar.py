@@ -177,7 +177,7 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
-    # Training does not read BatchNorm's buffers: broadcast in `evaluate`, not in every forward pass, which others need.
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every forward pass.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in owners)
 

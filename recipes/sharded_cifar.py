@@ -305,7 +305,7 @@ def main():
     del whole
     if not (args.sync_each_batch or args.cpu_offload):  # gradients stay whole on each rank until the last microbatch
         model.register_forward_pre_hook(lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients))
-    # Training does not read BatchNorm's buffers: broadcast in `evaluate`, not in every forward pass, which others need.
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every forward pass.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if others := [buffer for module in owners for buffer in module.buffers(recurse=False)]:
         model.register_forward_pre_hook(lambda *_: utils.broadcast(others) and None)

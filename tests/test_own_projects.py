@@ -381,6 +381,7 @@ REST = "DataLoader(torch.utils.data.Subset(train_set, range(100)), **options)"
 DROP_LAST = "load_data: training needs drop_last=True, the test drop_last=False and some samples"
 FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
 SIDES = '"collate_fn": tuple', '"collate_fn": lambda batch: {"x": 1, "y": 2}'
+THREE = '"collate_fn": tuple', '"collate_fn": lambda batch: (*batch, batch[1])'
 OTHER = TESTED, 'DataLoader(test_set, **options | {"batch_size": 16})'
 PAIRS = {  # name: (recipe, project, what is replaced, the error), on two processes
     "own_pipeline": ("pipeline_cifar", OWN_FORWARD, [], "cannot cut Residual"),
@@ -388,12 +389,8 @@ PAIRS = {  # name: (recipe, project, what is replaced, the error), on two proces
     "tied_units": ("sharded_cifar", TIED, [], "shard_units: two units share a parameter"),
     "another_shape": ("pipeline_cifar", "", [OTHER], "[(128, 3, 32, 32), (128,)], and not [(16, 3, 32, 32), (16,)]"),
     "dictionaries": ("pipeline_cifar", "", [SIDES], "a batch has to be two tensors"),
-    "pixelwise": (
-        "ddp_cifar",
-        PIXELWISE,
-        [],
-        "512 values for 256 samples: compute_loss has",
-    ),
+    "three_tensors": ("pipeline_cifar", "", [THREE], "a batch has to be two tensors"),
+    "pixelwise": ("ddp_cifar", PIXELWISE, [], "512 values for 256 samples: compute_loss has"),
 }
 OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the last one resumes the first
     "a run": ([], [], 0, "resumed_from: 0"),
@@ -443,12 +440,7 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the la
     "a test set without the rest": ([(TESTED, "DataLoader(test_set, drop_last=True, **options)")], [], 2, DROP_LAST),
     "an empty test set": ([(TESTED, EMPTY)], [], 2, DROP_LAST),
     "training with the rest": ([("drop_last=True, **options", "**options")], [], 2, DROP_LAST),
-    "subsets of it": (
-        [(TRAINED, PART), (TESTED, PART.replace("256", "100").replace("drop_last=True, ", ""))],
-        [],
-        0,
-        "samples 100\n",
-    ),
+    "subsets of it": ([(TRAINED, PART), (TESTED, REST)], [], 0, "samples 100\n"),
     "a flag added later": (
         [(CLIP, f'{CLIP}        later={{"type": int, "default": 5, "help": "x"}},\n')],
         ["--resume", "auto", "--output-dir", "a run"],
