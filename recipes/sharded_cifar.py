@@ -814,9 +814,10 @@ class ShardedRun(Run):
         main, name, problem = self.accelerator.is_main_process, f"step-{step:08}", None
         directory, mine, names = Path(self.config["output_dir"]), {}, []
         temporary = directory / "checkpoint.tmp"
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)  # what a killed run has left
+        self.accelerator.wait_for_everyone()  # before any rank creates it anew
         try:
-            if main:
-                shutil.rmtree(temporary, ignore_errors=True)
             tensors = self.state["model"].tensors()
             # Eight files of a process, one after the other: each is made in memory before it is written.
             files = {tensor: 1 + index * 8 // len(tensors) for index, tensor in enumerate(tensors)}

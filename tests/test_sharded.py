@@ -247,6 +247,7 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path
     for (codes, output), kill in zip(outcomes, (None, *KILLS, None), strict=True):
         assert codes == [0, 0] if kill is None else codes[kill[0]] == -9, (kill, output)
         assert "cannot load" not in output, "a checkpoint under its final name was not complete"
+        assert "saved over" not in output, output
         begins.append(int(output.partition("resumed_from: ")[2].split()[0]))
     assert begins == sorted(begins), "a checkpoint was lost"
     assert 3 < begins[-1] < 20, "the kills came too early or too late to prove anything"

@@ -1,10 +1,12 @@
 """Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, a run as in watched.py, with
-`"kill": [RANK, MOMENT]`: what this process does to checkpoints on the disk for the MOMENT-th time is its last."""
+`"kill": [RANK, MOMENT]`: what this process does to checkpoints on the disk for the MOMENT-th time is its last.
+It also says when another process begins to save before the main process has removed what an earlier save left."""
 
 import json
 import os
 import signal
 import sys
+import time
 
 import watched
 
@@ -32,6 +34,15 @@ def counted_fsync(descriptor, fsync=os.fsync):
     count()
 
 
+def watch_order(event, arguments):
+    if event == "shutil.rmtree" and os.environ["RANK"] == "0":
+        time.sleep(0.05)
+    elif event == "os.mkdir" and "checkpoint.tmp" in str(arguments[0]) and os.environ["RANK"] != "0" and rank == 0:
+        if files := [name for _, _, names in os.walk(arguments[0]) for name in names]:
+            print("saved over the remains of another save:", *files)
+
+
+sys.addaudithook(watch_order)
 if os.environ.get("RANK", "0") == str(rank):
     os.fsync = counted_fsync
     sys.addaudithook(audit)
