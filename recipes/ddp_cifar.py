@@ -31,6 +31,7 @@ from datetime import timedelta
 from itertools import islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
+from pickle import UnpicklingError
 
 import accelerate
 import numpy
@@ -120,7 +121,7 @@ def lr_lambda(step, total_steps):
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
     """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
-    training = [module for module in model.modules() if module.training]  # to restore: others stay in eval mode
+    frozen = [module for module in model.modules() if not module.training]  # to stay in eval mode
     model.eval()
     utils.broadcast(list(model.buffers()))  # in place: all ranks evaluate with rank 0's BatchNorm statistics
     loader.set_epoch(0)  # the same random transforms in each evaluation
@@ -129,8 +130,9 @@ def evaluate(accelerator, model, loader):
         seed_rng("evaluation", index, accelerator.process_index)
         metrics = compute_loss(model, batch)
         totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # drops the last batches' padding
-    for module in training:
-        module.training = True
+    model.train()  # undoes what a module may do in `eval`, such as merging weights
+    for module in frozen:
+        module.training = False
     return test_metrics(metrics, totals.tolist(), len(loader.dataset))
 
 
@@ -188,7 +190,7 @@ def main():
     def before_loading():
         # DDP rebuilds its buckets after its first backward pass, which changes rounding: run one first.
         accelerator.backward(mean_loss(compute_loss(model, next(iter(train_loader)))))
-        optimizer.zero_grad()
+        model.zero_grad()
 
     run = Run(accelerator, config, state, before_loading)
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
@@ -285,6 +287,8 @@ def reproducible(loaders, seed):
 
 def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
+    if not model.training:
+        exit_with_error("build_model: the model is in eval mode, as from_pretrained returns it: return model.train()")
     if args.weights is not None:
         try:
             weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
@@ -469,6 +473,8 @@ class Run:
 
     def add(self, metrics):
         """Add a microbatch's metrics to this rank's totals."""
+        if self.names not in ([], list(metrics)):
+            exit_with_error("compute_loss: return the same keys for every batch")
         self.names, self.totals = list(metrics), self.totals + sample_rows(metrics).sum(0)
 
     def finish_step(self, step, learning_rate):
@@ -533,13 +539,15 @@ class Run:
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
+                if self.saved == self.started:  # better the first save fails than each resume
+                    self.read(directory / "checkpoint.tmp")
                 os.replace(directory / "checkpoint.tmp", directory / name)
                 entry = os.open(directory, os.O_RDONLY)
                 os.fsync(entry)  # or a power failure could undo the rename
                 os.close(entry)
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
                     old.unlink()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnpicklingError) as error:
             if (directory / "checkpoint.tmp").is_file():
                 (directory / "checkpoint.tmp").unlink()
             problem = f"error: cannot write {name} ({error.__context__ or error!r}), earlier ones stay: --resume auto"

@@ -38,6 +38,7 @@ from datetime import timedelta
 from itertools import islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
+from pickle import UnpicklingError
 
 import accelerate
 import numpy
@@ -105,12 +106,12 @@ def compute_loss(model, batch):
 def model_blocks(model):
     """Return {name: block} in order of execution, between which the model may be cut: the children of a Sequential, or
     torchvision's ResNet block by block. Another model's `forward` would not be run, so it is an error."""
-    if not isinstance(model, nn.Sequential | torchvision.models.ResNet):
+    if type(model).forward not in (nn.Sequential.forward, torchvision.models.ResNet.forward):
         exit_with_error(f"cannot cut {type(model).__name__}: make it an nn.Sequential, or edit model_blocks")
     blocks = {}
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children leaves out what comes twice
         if isinstance(model, torchvision.models.ResNet) and isinstance(child, nn.Sequential):
-            blocks |= {f"{name}.{index}": block for index, block in child.named_children()}
+            blocks |= {f"{name}.{index}": block for index, block in child._modules.items()}
         else:
             if isinstance(model, torchvision.models.ResNet) and name == "fc":
                 blocks["flatten"] = nn.Flatten()
@@ -222,7 +223,7 @@ def lr_lambda(step, total_steps):
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
     """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
-    training = [module for module in model.modules() if module.training]  # to restore: others stay in eval mode
+    frozen = [module for module in model.modules() if not module.training]  # to stay in eval mode
     model.eval()
     for buffer in model.buffers():  # all pipelines evaluate with the first one's BatchNorm statistics
         distributed.broadcast(buffer, group=model.replicas, group_src=0)
@@ -234,8 +235,9 @@ def evaluate(accelerator, model, loader):
         metrics = run_pipeline(model, [torch.cat([x] * math.ceil(size / len(x)))[:size] for x in batch])
         real = len(loader.dataset) - (index * model.replicas.size() + model.replicas.rank()) * size
         totals += sample_rows(metrics)[: max(0, real)].sum(0)
-    for module in training:
-        module.training = True
+    model.train()  # undoes what a module may do in `eval`, such as merging weights
+    for module in frozen:
+        module.training = False
     return test_metrics(metrics, accelerator.reduce(totals).tolist(), len(loader.dataset))
 
 
@@ -413,6 +415,8 @@ def reproducible(loaders, seed):
 
 def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
+    if not model.training:
+        exit_with_error("build_model: the model is in eval mode, as from_pretrained returns it: return model.train()")
     if args.weights is not None:
         try:
             weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
@@ -597,6 +601,8 @@ class Run:
 
     def add(self, metrics):
         """Add a microbatch's metrics to this rank's totals."""
+        if self.names not in ([], list(metrics)):
+            exit_with_error("compute_loss: return the same keys for every batch")
         self.names, self.totals = list(metrics), self.totals + sample_rows(metrics).sum(0)
 
     def finish_step(self, step, learning_rate):
@@ -661,13 +667,15 @@ class Run:
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
+                if self.saved == self.started:  # better the first save fails than each resume
+                    self.read(directory / "checkpoint.tmp")
                 os.replace(directory / "checkpoint.tmp", directory / name)
                 entry = os.open(directory, os.O_RDONLY)
                 os.fsync(entry)  # or a power failure could undo the rename
                 os.close(entry)
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
                     old.unlink()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnpicklingError) as error:
             if (directory / "checkpoint.tmp").is_file():
                 (directory / "checkpoint.tmp").unlink()
             problem = f"error: cannot write {name} ({error.__context__ or error!r}), earlier ones stay: --resume auto"

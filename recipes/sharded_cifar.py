@@ -48,6 +48,7 @@ from functools import partial
 from itertools import chain, islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
+from pickle import UnpicklingError
 
 import accelerate
 import numpy
@@ -211,7 +212,7 @@ def lr_lambda(step, total_steps):
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
     """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
-    training = [module for module in model.modules() if module.training]  # to restore: others stay in eval mode
+    frozen = [module for module in model.modules() if not module.training]  # to stay in eval mode
     model.eval()
     utils.broadcast(list(model.buffers()))  # in place: all ranks evaluate with rank 0's BatchNorm statistics
     loader.set_epoch(0)  # the same random transforms in each evaluation
@@ -220,8 +221,9 @@ def evaluate(accelerator, model, loader):
         seed_rng("evaluation", index, accelerator.process_index)
         metrics = compute_loss(model, batch)
         totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # drops the last batches' padding
-    for module in training:
-        module.training = True
+    model.train()  # undoes what a module may do in `eval`, such as merging weights
+    for module in frozen:
+        module.training = False
     return test_metrics(metrics, totals.tolist(), len(loader.dataset))
 
 
@@ -243,7 +245,7 @@ def save_weights(model, path, is_main_process):
     """Write model.safetensors, gathered tensor by tensor: no process ever holds the whole model for it."""
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     names |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-    names |= {torch.bool: "BOOL"}
+    names |= {torch.bool: "BOOL", torch.complex64: "C64"}
     # Largest elements first: aligned without gaps, as the format demands.
     values = sorted(model.state_dict().items(), key=lambda item: -item[1].element_size())
     header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -296,9 +298,11 @@ def main():
     with torch.device("meta"):  # shapes without memory
         model = build_model(args)
     total = sum(p.numel() for p in model.parameters())
-    units = [list(unit.parameters()) for unit in shard_units(model)]
+    units = [set(unit.parameters()) for unit in shard_units(model)]
+    inside = {module for unit in shard_units(model) for module in unit.modules()}
+    units += [{p for module in {*model.modules()} - inside for p in module.parameters(recurse=False)}]  # the root
     if len(set(chain(*units))) < sum(map(len, units)):
-        exit_with_error("shard_units: two units share a parameter: put both into one unit, or into the root")
+        exit_with_error("shard_units: a unit shares a parameter with another or with the root: put both into one")
     sizes = [sum(p.numel() for p in parameters) for parameters in units]
     shard(model, args, mesh, accelerator.mixed_precision == "bf16")
     send_weights(whole, model, accelerator, mesh, args.cpu_offload)
@@ -320,7 +324,7 @@ def main():
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     mine = sum(p.to_local().numel() for p in model.parameters())
-    config["holds"] = f"{mine:,} of {total:,} parameters per process, {max(sizes, default=total):,} in the largest unit"
+    config["holds"] = f"{mine:,} of {total:,} parameters per process, {max(sizes):,} in the largest unit"
     run = ShardedRun(accelerator, config, {"model": shards, "scheduler": scheduler})
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
     save_weights(model, Path(args.output_dir, "model.safetensors"), accelerator.is_main_process)
@@ -417,6 +421,8 @@ def reproducible(loaders, seed):
 
 def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
+    if not model.training:
+        exit_with_error("build_model: the model is in eval mode, as from_pretrained returns it: return model.train()")
     if args.weights is not None:
         try:
             weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
@@ -602,6 +608,8 @@ class Run:
 
     def add(self, metrics):
         """Add a microbatch's metrics to this rank's totals."""
+        if self.names not in ([], list(metrics)):
+            exit_with_error("compute_loss: return the same keys for every batch")
         self.names, self.totals = list(metrics), self.totals + sample_rows(metrics).sum(0)
 
     def finish_step(self, step, learning_rate):
@@ -666,13 +674,15 @@ class Run:
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
+                if self.saved == self.started:  # better the first save fails than each resume
+                    self.read(directory / "checkpoint.tmp")
                 os.replace(directory / "checkpoint.tmp", directory / name)
                 entry = os.open(directory, os.O_RDONLY)
                 os.fsync(entry)  # or a power failure could undo the rename
                 os.close(entry)
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
                     old.unlink()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnpicklingError) as error:
             if (directory / "checkpoint.tmp").is_file():
                 (directory / "checkpoint.tmp").unlink()
             problem = f"error: cannot write {name} ({error.__context__ or error!r}), earlier ones stay: --resume auto"
@@ -840,13 +850,15 @@ class ShardedRun(Run):
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
+                if self.saved == self.started:  # better the first save fails than each resume
+                    super().read(temporary / "run.pt")
                 self.sync_directory(temporary)
                 os.replace(temporary, directory / name)
                 self.sync_directory(directory)
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
                     os.replace(old, temporary)  # deleting takes a while: none is there in part under its name
                     shutil.rmtree(temporary)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"{error.__context__ or error!r}"
         if problem := utils.broadcast_object_list([problem])[0]:
             if main:

@@ -128,6 +128,15 @@ def compute_loss(model, batch):
 
 PROJECTS = {"images": IMAGES, "tokens": TOKENS, "regression": REGRESSION}
 SGD = "torch.optim.SGD(model.parameters(), lr=peak_lr, **options)"
+SECOND = [  # for half of the parameters, another optimizer
+    (SGD, SGD.replace("model.parameters()", "[*model.parameters()][::2]")),
+    (
+        "    run = Run(",
+        """    second = state["second"] = torch.optim.AdamW([*model.parameters()][1::2], lr=1e-3)
+    optimizer.optimizer.register_step_post_hook(lambda *_: second.step() or second.zero_grad())
+    run = Run(""",
+    ),
+]
 CASES = [
     *[(project, "ddp_cifar", processes) for project in PROJECTS for processes in (1, 2)],
     *[(project, "amp_cifar", 2) for project in PROJECTS],
@@ -153,12 +162,14 @@ def described(project, recipe, processes, directory):
     name = f"{project}-{recipe}-{processes}"
     tokens, source, begin = project == "tokens", PROJECTS[project], "super().__init__()\n"
     if recipe == "sharded_cifar":  # unlike DDP, it trains a model with a parameter that no gradient reaches
-        source = source.replace(begin, f"{begin}        self.unused = nn.Parameter(torch.zeros(4))\n")
+        unused = "self.unused = nn.Parameter(torch.zeros(4))", 'self.register_buffer("turn", torch.tensor([1j]))'
+        source = source.replace(begin, f"{begin}        {'; '.join(unused)}\n")
     script = copy(
         recipe,
         source,
         directory / f"{name}.py",
         *([(SGD, "torch.optim.AdamW(model.parameters(), lr=numpy.float64(1e-3))")] if tokens else []),
+        *(SECOND if (project, recipe) in (("regression", "ddp_cifar"), ("regression", "amp_cifar")) else []),
     )
     batch = 4 if recipe == "pipeline_cifar" else 8 // processes
     flags = ["--cpu", "--epochs", 2, "--batch-size", batch, "--log-every", 1]
@@ -360,6 +371,26 @@ def build_model(args):
     third.weight = second.weight
     return nn.Sequential(first, second, nn.ReLU(), third, nn.Linear(3072, 10))
 """
+TIED_ROOT = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(nn.Linear(32, 10), nn.ReLU()), nn.Linear(32, 10)
+        self.head.weight = self.blocks[0].weight
+
+
+def build_model(args):
+    return Model()
+"""
+SUBCLASS = """
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def build_model(args):
+    return Residual(nn.Flatten(), nn.Linear(3072, 10))
+"""
 PIXELWISE = """
 per_sample = compute_loss
 
@@ -371,6 +402,7 @@ SMALL = ["--cpu", "--model", "simple_cnn", "--data", "synthetic", "--max-steps",
 LAMBDA = "LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
 CLIP, STEP = 'help": "clip the gradient to this norm"},\n', "            run.finish_step(step, learning_rate)"
 TEST, LAYOUT = "        test = evaluate(", "    return model.to(memory_format"
+MERGING = "    model[0].train = lambda mode=True: modes.append(mode) or nn.Module.train(model[0], mode)\n"
 LOSS, EVALUATED = 'F.cross_entropy(logits, labels, reduction="none")', '        run.write("evaluation", test)'
 ROWS, TRAINED = "sample_rows(metrics))", "DataLoader(train_set, shuffle=True, drop_last=True, **options)"
 TESTED, EMPTY = "DataLoader(test_set, **options)", "DataLoader(torch.utils.data.Subset(test_set, []), **options)"
@@ -379,6 +411,7 @@ FEWER = FEWER, FEWER.replace("5120", "256").replace("1024", "64")
 PART = "DataLoader(torch.utils.data.Subset(train_set, range(256)), drop_last=True, **options)"
 REST = "DataLoader(torch.utils.data.Subset(train_set, range(100)), **options)"
 DROP_LAST = "load_data: training needs drop_last=True, the test drop_last=False and some samples"
+NAMESPACE = "from pathlib import Path\n", "from pathlib import Path\nfrom types import SimpleNamespace\n"
 FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
 SIDES = '"collate_fn": tuple', '"collate_fn": lambda batch: {"x": 1, "y": 2}'
 THREE = '"collate_fn": tuple', '"collate_fn": lambda batch: (*batch, batch[1])'
@@ -386,7 +419,9 @@ OTHER = TESTED, 'DataLoader(test_set, **options | {"batch_size": 16})'
 PAIRS = {  # name: (recipe, project, what is replaced, the error), on two processes
     "own_pipeline": ("pipeline_cifar", OWN_FORWARD, [], "cannot cut Residual"),
     "tied_stages": ("pipeline_cifar", TIED, [], "the two stages share a parameter"),
-    "tied_units": ("sharded_cifar", TIED, [], "shard_units: two units share a parameter"),
+    "own_sequential": ("pipeline_cifar", SUBCLASS, [], "cannot cut Residual"),
+    "tied_root": ("sharded_cifar", TIED_ROOT, [], "shard_units: a unit shares a parameter"),
+    "tied_units": ("sharded_cifar", TIED, [], "shard_units: a unit shares a parameter"),
     "another_shape": ("pipeline_cifar", "", [OTHER], "[(128, 3, 32, 32), (128,)], and not [(16, 3, 32, 32), (16,)]"),
     "dictionaries": ("pipeline_cifar", "", [SIDES], "a batch has to be two tensors"),
     "three_tensors": ("pipeline_cifar", "", [THREE], "a batch has to be two tensors"),
@@ -428,10 +463,36 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the la
         "loss or weights are not finite since a step between",
     ),
     "evaluated in mid-epoch": (
-        [(STEP, f"            evaluate(accelerator, model, test_loader)\n            assert model.training\n{STEP}")],
+        [
+            ('RECIPE = "ddp_cifar"', 'RECIPE, modes = "ddp_cifar", []'),
+            (LAYOUT, f"{MERGING}{LAYOUT}"),
+            (STEP, f"            evaluate(accelerator, model, test_loader)\n{STEP}"),
+            (STEP, f"            assert model.training and modes[-2:] == [False, True]\n{STEP}"),
+        ],
         [],
         0,
         "step 2/2",
+    ),
+    "a model in eval mode": (
+        [(LAYOUT, f"    model.eval()\n{LAYOUT}")],
+        [],
+        2,
+        "build_model: the model is in eval mode",
+    ),
+    "other metrics in each batch": (
+        [(LOSS, f'{LOSS}, f"{{time.perf_counter()}}": logits[:, 0]')],
+        [],
+        2,
+        "compute_loss: return the same keys for every batch",
+    ),
+    "a state that cannot be read again": (
+        [
+            ("    run = Run(", '    state["x"] = SimpleNamespace(state_dict=lambda: {"x": Path("x")})\n    run = Run('),
+            NAMESPACE,
+        ],
+        [],
+        1,
+        "error: cannot write step-00000002.pt (UnpicklingError(",
     ),
     "frozen parameters": (FROZEN, [], 0, "step 2/2"),
     "not a row per sample": ([(LOSS, f"{LOSS}[:, None]")], [], 2, 'compute_loss: "loss" is (128, 1)'),
@@ -469,11 +530,13 @@ def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path
         expected.append((2, said))
     runs = [{"processes": 1, "grace": 0.5, "terminate": True, **one, "directory": tmp_path} for one in runs]
     answers = forked(runs, tmp_path, together=2)
+    wrong = []
     for one, (codes, output), (code, said) in zip(runs, answers, expected, strict=True):
-        # Where one of two has said it, the other waits to be ended.
-        assert codes[0] == code and set(codes) <= {code, -15} and said in output, (one, output)
         name = Path(one["script"]).stem
-        assert name not in LOADERS or name in output
+        # Where one of two has said it, the other waits to be ended.
+        right = codes[0] == code and set(codes) <= {code, -15} and said in output
+        wrong += [] if right and (name not in LOADERS or name in output) else [(name, said, codes, output)]
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_persistent_workers_make_the_batches_that_are_made_without(tmp_path):

@@ -130,6 +130,12 @@ def test_the_cut_moves_and_the_stages_hold_everything_once():
     torch.testing.assert_close(sequential(images), model.eval()(images))
 
 
+def test_a_block_that_comes_twice_runs_twice():
+    first, activation, last = torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
+    blocks = recipe.model_blocks(torch.nn.Sequential(first, activation, first, activation, last))
+    assert list(blocks.values()) == [first, activation, first, activation, last]
+
+
 REFUSALS = {
     "one process": (1, [], ["2gpu.yaml", "4gpu.yaml"]),
     "three processes": (3, [], ["2gpu.yaml", "4gpu.yaml"]),
