@@ -58,7 +58,10 @@ def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu):
     assert images.device == labels.device == GPU and images.is_contiguous(memory_format=torch.channels_last)
     metrics = recipe.compute_loss(model, batch)
     assert recipe.mean_loss(metrics).device == GPU
-    written, run = [], SimpleNamespace(totals=0, accelerator=accelerator, state={"model": model}, own_metrics=dict)
+    written, run = (
+        [],
+        SimpleNamespace(names=[], totals=0, accelerator=accelerator, state={"model": model}, own_metrics=dict),
+    )
     vars(run).update(interval_start=0, logged=0, start=0, step=1, config={"global_batch_size": 1})
     run.write = lambda *line: written.append(line)
     recipe.Run.add(run, metrics)
