@@ -16,7 +16,9 @@ process builds the whole model once, in CPU memory.
 To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
 "machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
 --data-dir, --model, --stem and the data sets at the end are specific to this example.
-A batch has to be a pair of tensors here, all of one shape, and `model_blocks` has to know where your model can be cut.
+A batch has to be a pair of tensors here, all of one shape, and the loss a function of the second and of the outputs:
+`compute_loss` gets None for the first. `model_blocks` has to know where your model can be cut, between blocks that hand
+on one tensor.
 """
 
 import argparse

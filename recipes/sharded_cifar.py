@@ -122,7 +122,8 @@ def shard_units(model):
     every nn.Sequential and nn.ModuleList, but not what is inside them. These are the blocks of torchvision's ResNets
     and transformers, and the layers of a plain Sequential. What is in none of them is sharded with the root.
 
-    Replace this where your model's blocks are elsewhere. Two units must not share a parameter.
+    Replace this where your model's blocks are elsewhere. A unit must not share a parameter with another or with the
+    root, and all processes have to run the same units in the same order (of LayerDrop: multiply the output by 0).
     """
     units = []
     for child in model.children():
