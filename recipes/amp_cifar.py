@@ -729,6 +729,11 @@ def make_accelerator(args, precision, *handlers):
         interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
     timeout = timedelta(hours=2)  # for whoever waits for the main process's download
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60).close()
+        except OSError as error:  # torch would look for its store until the timeout
+            exit_with_error(f"the launcher, or that of the first machine, has ended ({error}): its output says why")
     attempt = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
     if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The launcher's store still has the addresses of the processes that died: keep the new ones from dialling them.

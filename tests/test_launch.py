@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, forked, load, run, the_error_line
+from conftest import CONFIGS, ROOT, forked, free_port, load, run, the_error_line
 
 SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--max-steps", "2"]
 
@@ -146,6 +146,14 @@ def test_gloo_takes_the_interface_to_the_first_machine(start, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
     start(environment=nodes, device_count=0)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+def test_ranks_whose_launcher_has_ended_while_they_start_do_not_look_for_it_for_hours(start):
+    """It was killed; or, on the first machine, a rank has ended with an error before those here are up."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "the first machine, has ended" in start(environment=address, device_count=0)[0]
+    with socket.create_server(("127.0.0.1", int(address["MASTER_PORT"]))):
+        assert start(environment=address, device_count=0)[0] == "would start"
 
 
 T4 = {"is_available": True, "is_bf16_supported": False, "get_device_name": "Tesla T4"}
