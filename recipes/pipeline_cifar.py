@@ -708,7 +708,9 @@ class Run:
         self.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")
         if self.accelerator.is_main_process and not (path.exists() and self.start == self.total_steps):
-            path.write_text(json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n")
+            temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
+            temporary.write_text(json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n")
+            temporary.replace(path)
 
 
 class PipelineRun(Run):

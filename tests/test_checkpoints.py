@@ -125,3 +125,18 @@ def test_auto_starts_afresh_only_where_there_is_none_and_says_so(tmp_path):
     run_ = {"recipe": "ddp_cifar", "processes": 1, "directory": tmp_path / "run", "flags": ["--resume", "auto"]}
     ((codes, output),) = forked([run_], tmp_path)
     assert codes == [0] and output.count("starting afresh") == 1 and "resumed_from: 0\n" in output
+
+
+def test_a_run_that_is_killed_while_it_writes_its_summary_writes_it_when_resumed(tmp_path):
+    recipe, script = ROOT / "recipes/ddp_cifar.py", tmp_path / "killed.py"
+    script.write_text(
+        "import os, pathlib, runpy, signal\n"
+        "def torn(path, text):\n    open(path, 'w')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"pathlib.Path.write_text = torn\nrunpy.run_path('{recipe}', run_name='__main__')\n"
+    )
+    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 2, "--output-dir", "run"]
+    killed = {"processes": 1, "script": script, "directory": tmp_path, "flags": flags}
+    resumed = {**killed, "script": recipe, "flags": [*flags, "--resume", "auto"]}
+    (codes, output), (resumed_codes, _) = forked([killed, resumed], tmp_path)
+    assert (codes, resumed_codes) == ([-9], [0]), output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
