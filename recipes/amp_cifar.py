@@ -586,7 +586,7 @@ class Run:
                 os.fsync(entry)  # or a power failure could undo the rename
                 os.close(entry)
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
-                    old.unlink()
+                    old.unlink(missing_ok=True)
         except (OSError, RuntimeError, UnpicklingError) as error:
             if (directory / "checkpoint.tmp").is_file():
                 (directory / "checkpoint.tmp").unlink()

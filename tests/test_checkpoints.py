@@ -140,3 +140,17 @@ def test_a_run_that_is_killed_while_it_writes_its_summary_writes_it_when_resumed
     (codes, output), (resumed_codes, _) = forked([killed, resumed], tmp_path)
     assert (codes, resumed_codes) == ([-9], [0]), output
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
+
+
+def test_an_old_checkpoint_that_somebody_else_deletes_at_that_moment_is_no_error(tmp_path):
+    script = tmp_path / "deleted.py"
+    script.write_text(
+        "import os, pathlib, runpy\n"
+        "unlink = pathlib.Path.unlink\n"
+        "pathlib.Path.unlink = lambda path, *missing, **ok: (os.unlink(path), unlink(path, *missing, **ok))\n"
+        f"runpy.run_path('{ROOT}/recipes/ddp_cifar.py', run_name='__main__')\n"
+    )
+    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 3, "--output-dir", "run"]
+    flags += ["--checkpoint-every", 1, "--batch-size", 16]
+    ((codes, output),) = forked([{"processes": 1, "script": script, "directory": tmp_path, "flags": flags}], tmp_path)
+    assert codes == [0] and checkpoints(tmp_path / "run") == [2, 3], output
