@@ -381,8 +381,10 @@ class SignalHandler:
     """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop two steps later at
     most: they agree by a gloo all-reduce on the CPU, which overlaps a step, so that no GPU waits."""
 
+    received = 0  # the first of them: of the process, which `exit_with_error` asks, too
+
     def __init__(self, accelerator):
-        self.received, self.pending_reduce, self.signal_tensor = 0, None, torch.zeros(1, dtype=torch.int64)
+        self.pending_reduce, self.signal_tensor = None, torch.zeros(1, dtype=torch.int64)
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
@@ -397,7 +399,7 @@ class SignalHandler:
         self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
 
     def receive(self, number, frame=None):
-        self.received = self.received or number
+        SignalHandler.received = self.received or number
 
     def should_stop(self):
         """Return the signal on which all processes stop now, or 0: the result of the all-reduce begun one call ago."""
@@ -628,6 +630,8 @@ def exit_with_error(message):
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if SignalHandler.received:  # the launcher's, sent before this rank came here
+            os._exit(2)
         time.sleep(60)  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()

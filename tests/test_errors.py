@@ -176,6 +176,18 @@ def test_swapped_stages_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_late_for_an_error_leaves_when_it_is_told_to(tmp_path):
+    """The launcher ends it as soon as the first rank has: before it knows of the error itself."""
+    source, line = RECIPE.read_text(), "        expected = (self.step - self.logged)"
+    assert source.count(line) == 1
+    script = tmp_path / "late.py"
+    script.write_text(source.replace(line, f"        time.sleep(2 * int(os.environ['RANK']))\n{line} * 2"))
+    common = {"processes": 2, "directory": tmp_path, "flags": SYNTHETIC}
+    ((codes, output),) = forked([{**common, "script": script, "grace": 0.5, "terminate": True}], tmp_path)
+    assert codes == [2, 2] and output.count("error:") == 1, output
+
+
+@pytest.mark.slow
 @at_once
 def test_refused_once_by_four_processes(directory):
     process = launch(4, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=directory, check=False)
