@@ -225,19 +225,15 @@ def test_what_nobody_reads_does_not_keep_it_from_saving(directory):
 
 @at_once
 def test_a_launcher_that_dies_during_the_start_is_missed(directory):
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[1], ROOT / "recipes/ddp_cifar.py", *FLAGS]
-    command += ["--output-dir", directory, "--epochs", "1000"]
-    launcher = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
-    wait_until((directory / "run.lock").exists)
-    (recipe,) = psutil.Process(launcher.pid).children()
-    launcher.kill()
-    launcher.wait()
-    try:
-        wait_until(lambda: not recipe.is_running(), 30)
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            recipe.kill()
-    assert [path.name for path in directory.glob("step-*.pt")] == ["step-00000001.pt"]
+    source, line = (ROOT / "recipes/ddp_cifar.py").read_text(), "LAUNCHER = os.getppid()"
+    assert source.count(line) == 1
+    script = directory / "orphan.py"
+    death = "os.kill(LAUNCHER, signal.SIGKILL)\nwhile os.getppid() == LAUNCHER:\n    time.sleep(0.01)\n"
+    script.write_text(source.replace(line, f"{line}\n{death}"))
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[1], script, *FLAGS, "--output-dir", directory]
+    process = run([*command, "--max-steps", 300], check=False)  # until the recipe has closed its output, too
+    assert process.returncode == -signal.SIGKILL
+    assert [path.name for path in directory.glob("step-*.pt")] == ["step-00000001.pt"], process.stderr
 
 
 @at_once
