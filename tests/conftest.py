@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)}
@@ -78,9 +78,7 @@ def outputs(directory):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
 
 
 def wait_until(condition, seconds=60):

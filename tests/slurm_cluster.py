@@ -6,6 +6,7 @@ python tests/slurm_cluster.py DIRECTORY      # starts it, prints the variable th
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -63,11 +64,14 @@ PartitionName=gpu Nodes={gpu_nodes}
 
 
 def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Below those that the kernel hands out: until it is used, nobody else gets such a port by asking for any."""
+    found = set()
+    while len(found) < count:
+        port = 4000 + secrets.randbelow(8000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.add(port)
+    return list(found)
 
 
 class Cluster:
