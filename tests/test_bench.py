@@ -269,7 +269,7 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
     (sample,), directory = one.samples, tmp_path / "0/runs/data_parallel_cifar"
     summary = json.loads((directory / "summary.json").read_text())
     assert sample["samples_per_second"] == pytest.approx(4 * 16 / summary["measured_seconds"])
-    assert sample["peak_memory_bytes"] == summary["peak_memory_bytes"] and -60 < sample["start_seconds"] < 0
+    assert sample["peak_memory_bytes"] == summary["peak_memory_bytes"] and -600 < sample["start_seconds"] < 0
     for (_, output), words in zip(answers[2:], ("2 processes", "1 processes"), strict=True):
         assert words in output
         for loop in ("full", "cached", "bare", "alone", "convolutions"):
