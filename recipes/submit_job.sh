@@ -56,12 +56,13 @@ on_node='
     [ "$SLURM_NODEID" = 0 ] || exec >> "slurm-$SLURM_JOB_ID-node-$SLURM_NODEID.out" 2>&1
     (trap "" USR1 TERM; PET_SIGNALS_TO_HANDLE=SIGINT exec accelerate launch --machine_rank "$SLURM_NODEID" "$@") &
     trap warned=yes USR1 TERM
-    wait $!
-    code=$?
+    wait $! # which a signal ends
     while kill -0 $! 2> /dev/null; do
         pkill -USR1 --parent $!
         sleep 1
     done
+    wait $! # again, for the exit code: where it is 0, the training was complete all the same
+    code=$?
     if [ "$warned" ] && [ "$code" != 0 ]; then code=138; fi
     exit $code
 '

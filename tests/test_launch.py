@@ -240,3 +240,25 @@ def test_a_launchers_precision_is_an_error_through_the_launcher(tmp_path):
     command += ["--mixed_precision", "bf16", ROOT / "recipes/ddp_cifar.py", *SMALL, "--cpu"]
     line = the_error_line(run(command, cwd=tmp_path, check=False))
     assert "mixed_precision is bf16" in line
+
+
+LAUNCHER = """#!/usr/bin/env bash
+until (( 0x$(sed -n "s/SigCgt:[[:space:]]*//p" /proc/$PPID/status) >> 9 & 1 )); do sleep 0.1; done  # it catches SIGUSR1
+[ "$1" = unwarned ] || kill -USR1 $PPID
+sleep 1
+exit "$2"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_a_node_of_a_slurm_job_answers(tmp_path):
+    """submit_job.sh goes back into the queue on 138: not where the training was complete before it could stop."""
+    (tmp_path / "accelerate").write_text(LAUNCHER)
+    (tmp_path / "accelerate").chmod(0o755)
+    script = (ROOT / "recipes/submit_job.sh").read_text()
+    on_node = script.partition("on_node='")[2].partition("\n'\n")[0].replace('--machine_rank "$SLURM_NODEID"', "")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}
+    cases = {("unwarned", 0): 0, ("unwarned", 2): 2, ("warned", 0): 0, ("warned", 1): 138}
+    for case, expected in cases.items():
+        command = ["bash", "-c", on_node.replace("accelerate launch", "accelerate"), "on_node", *case]
+        assert run(command, check=False, **environment).returncode == expected, case
