@@ -348,7 +348,7 @@ class SignalHandler:
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
         self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
         atexit.register(kill_workers)  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
-        self.group = distributed.new_group(backend="gloo") if accelerator.use_distributed else None
+        self.group = distributed.new_group(None, timedelta(hours=2), "gloo") if accelerator.use_distributed else None
 
     def receive(self, number, frame=None):
         SignalHandler.received = self.received or number
