@@ -848,12 +848,11 @@ def make_accelerator(args, precision, *handlers):
             socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60).close()
         except OSError as error:  # torch would look for its store until the timeout
             exit_with_error(f"the launcher, or that of the first machine, has ended ({error}): its output says why")
-    attempt = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
-    if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The launcher's store still has the addresses of the processes that died: keep the new ones from dialling them.
-        store, rank, world_size = next(distributed.rendezvous("env://"))
-        store = distributed.PrefixStore(f"attempt {attempt}", store)
-        distributed.init_process_group("nccl" if gpus else "gloo", None, timeout, world_size, rank, store)
+        if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
+            # The store still has the addresses of the processes that died: keep the new ones from dialling them.
+            store, rank, world_size = next(distributed.rendezvous("env://"))
+            store = distributed.PrefixStore(f"attempt {attempt}", store)
+            distributed.init_process_group("nccl" if gpus else "gloo", None, timeout, world_size, rank, store)
     data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: the seeds must not overlap
     accelerator = Accelerator(
         cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
