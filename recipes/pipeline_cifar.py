@@ -142,7 +142,6 @@ class Stage(nn.Sequential):
 
     def __init__(self, blocks, accelerator, is_last):
         super().__init__(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items()))
-        self.is_last, self.names, self.shapes = is_last, (), None
         # Activations travel in the precision that they are computed in; the loss is in fp32.
         self.autocast, bf16 = accelerator.autocast, accelerator.mixed_precision == "bf16"
         self.convert = (torch.Tensor.float if is_last else torch.Tensor.bfloat16) if bf16 else lambda x: x
@@ -164,9 +163,14 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
     def loss_fn(outputs, targets):
         return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # the model has already run
 
-    # Not prepared: Accelerate would wrap it in DDP over all processes, which have two different stages.
-    model = Stage(blocks, accelerator, pipeline.rank() == STAGES - 1).to(accelerator.device)
-    model.pipeline, model.replicas = pipeline, replicas
+    is_last = pipeline.rank() == STAGES - 1
+    model = Stage(blocks, accelerator, is_last).to(accelerator.device)
+    if any(p.requires_grad for p in model.parameters()):
+        # Not prepared: Accelerate would average the gradients of all processes, which have two different stages.
+        model = nn.parallel.DistributedDataParallel(model, process_group=replicas, gradient_as_bucket_view=True)
+        # No pass does that by itself: PipelineStage says which backward pass is a step's last, and buffers are below.
+        model.require_backward_grad_sync = model.broadcast_buffers = False
+    model.pipeline, model.replicas, model.is_last, model.names, model.shapes = pipeline, replicas, is_last, (), None
     # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every step.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
@@ -196,15 +200,8 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
     for buffer in model.others:
         distributed.broadcast(buffer, group=model.replicas, group_src=0)
     metrics = run_pipeline(model, batch)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # frozen ones have none
-    shared = gradients if model.replicas.size() > 1 else []
-    for first in range(0, len(shared), 16):  # in buckets, to save memory
-        some = shared[first : first + 16]
-        flat = torch.cat([gradient.flatten() for gradient in some]).div_(model.replicas.size())
-        distributed.all_reduce(flat, group=model.replicas)
-        parts = flat.split([gradient.numel() for gradient in some])
-        torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some, strict=True)])
     if clip_norm:  # to the norm of the whole model, of which this process has one stage
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device) ** 2  # a frozen stage has none
         distributed.all_reduce(norm, group=model.pipeline)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
@@ -307,7 +304,7 @@ def main():
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
 
     # A warm-up pass without effect: torch 2.11 first runs the stages on zeros, which would change BatchNorm's
     # statistics, and if the first pass is an evaluation (of a resumed run), it cannot train afterwards.
@@ -320,13 +317,12 @@ def main():
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
-    run.state = {"model": model}  # without the optimizer's
+    run.state = {"model": state["model"]}  # without the optimizer's
     weights = [item for part in run.collect_state() for item in part["model"].items()]
     weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
     # Free the model before the process group: at the interpreter's exit, gloo may abort.
-    run = state = None
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()

@@ -72,7 +72,7 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     loss, _, _, samples = accelerator.reduce(rows).tolist()
     assert bool(metrics) == stage.is_last and samples == batch * replicas.size()
     parts = [None] * accelerator.num_processes
-    distributed.all_gather_object(parts, stage.state_dict())
+    distributed.all_gather_object(parts, accelerator.unwrap_model(stage).state_dict())
     updated = {name.replace("/", "."): value for part in parts[:2] for name, value in part.items()}
 
     if accelerator.is_main_process:
