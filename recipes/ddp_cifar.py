@@ -38,7 +38,7 @@ import numpy
 import psutil
 import torch
 import torchvision
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, skip_first_batches, utils
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
@@ -156,7 +156,7 @@ def main():
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
         compile={"action": "store_true", "help": "torch.compile (CUDA graphs unless gradients accumulate): slow start"},
     )
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = make_accelerator(args, "fp32", ddp)
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
     train_loader, test_loader = accelerator.prepare(*reproducible(load_data(args, accelerator), args.seed))
