@@ -52,7 +52,6 @@ from accelerate.data_loader import prepare_data_loader
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
@@ -108,16 +107,15 @@ def compute_loss(model, batch):
 def model_blocks(model):
     """Return {name: block} in order of execution, between which the model may be cut: the children of a Sequential, or
     torchvision's ResNet block by block. Another model's `forward` would not be run, so it is an error."""
-    if type(model).forward not in (nn.Sequential.forward, torchvision.models.ResNet.forward):
+    if type(model).forward is nn.Sequential.forward:
+        return dict(model._modules)  # named_children leaves out what comes twice
+    if type(model).forward is not torchvision.models.ResNet.forward:
         exit_with_error(f"cannot cut {type(model).__name__}: make it an nn.Sequential, or edit model_blocks")
     blocks = {}
-    for name, child in model._modules.items():  # named_children leaves out what comes twice
-        if isinstance(model, torchvision.models.ResNet) and isinstance(child, nn.Sequential):
-            blocks |= {f"{name}.{index}": block for index, block in child._modules.items()}
-        else:
-            if isinstance(model, torchvision.models.ResNet) and name == "fc":
-                blocks["flatten"] = nn.Flatten()
-            blocks[name] = child
+    for name, child in model.named_children():
+        layer = isinstance(child, nn.Sequential)
+        blocks |= {f"{name}.{index}": block for index, block in enumerate(child)} if layer else {name: child}
+    blocks["flatten"], blocks["fc"] = nn.Flatten(), blocks.pop("fc")
     return blocks
 
 
@@ -140,11 +138,9 @@ def cut(blocks, args):
 class Stage(nn.Sequential):
     """Some blocks of a model in a row. What it hands on, and back, is contiguous: the transport requires that."""
 
-    def __init__(self, blocks, accelerator, is_last):
+    def __init__(self, blocks, autocast, is_last):
         super().__init__(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items()))
-        # Activations travel in the precision that they are computed in; the loss is in fp32.
-        self.autocast, bf16 = accelerator.autocast, accelerator.mixed_precision == "bf16"
-        self.convert = (torch.Tensor.float if is_last else torch.Tensor.bfloat16) if bf16 else lambda x: x
+        self.autocast, self.is_last = autocast, is_last
 
     def forward(self, x):
         if x.requires_grad:
@@ -153,7 +149,8 @@ class Stage(nn.Sequential):
             x = x.contiguous(memory_format=torch.channels_last)
         with self.autocast():
             x = super().forward(x)
-        return self.convert(x).contiguous()
+        # Activations travel in the precision that they are computed in; the loss is in fp32.
+        return (utils.convert_to_fp32(x) if self.is_last else x).contiguous()
 
 
 def make_pipeline(args, accelerator, blocks, pipeline, replicas):
@@ -164,16 +161,13 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
         return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # the model has already run
 
     is_last = pipeline.rank() == STAGES - 1
-    model = Stage(blocks, accelerator, is_last).to(accelerator.device)
+    model = Stage(blocks, accelerator.autocast, is_last).to(accelerator.device)
     if any(p.requires_grad for p in model.parameters()):
         # Not prepared: Accelerate would average the gradients of all processes, which have two different stages.
         model = nn.parallel.DistributedDataParallel(model, process_group=replicas, gradient_as_bucket_view=True)
         # No pass does that by itself: PipelineStage says which backward pass is a step's last, and buffers are below.
         model.require_backward_grad_sync = model.broadcast_buffers = False
     model.pipeline, model.replicas, model.is_last, model.names, model.shapes = pipeline, replicas, is_last, (), None
-    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every step.
-    owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
     model.schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule](stage, args.microbatches, loss_fn)
     return model
@@ -196,18 +190,24 @@ def run_pipeline(model, batch):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Take one batch through the pipeline, forward and backward, and advance optimizer and schedule; return metrics."""
-    for buffer in model.others:
-        distributed.broadcast(buffer, group=model.replicas, group_src=0)
-    metrics = run_pipeline(model, batch)
-    if clip_norm:  # to the norm of the whole model, of which this process has one stage
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device) ** 2  # a frozen stage has none
-        distributed.all_reduce(norm, group=model.pipeline)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
+    """Take one batch through the pipeline, forward and backward; step optimizer and scheduler.
+
+    Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
+    """
+    with accelerator.accumulate(model):
+        for buffer in model.others:
+            distributed.broadcast(buffer, group=model.replicas, group_src=0)
+        metrics = run_pipeline(model, batch)
+        if clip_norm and accelerator.sync_gradients:
+            # To the norm of the whole model, of which this process has one stage; a frozen one has no gradients.
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device) ** 2
+            distributed.all_reduce(norm, group=model.pipeline)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
+        optimizer.step()
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # fp16 skips on overflow
+            scheduler.step()
+        optimizer.zero_grad()
     return metrics
 
 
@@ -227,7 +227,8 @@ def evaluate(accelerator, model, loader):
     for buffer in model.buffers():  # all pipelines evaluate with the first one's BatchNorm statistics
         distributed.broadcast(buffer, group=model.replicas, group_src=0)
     loader.set_epoch(0)  # the same random transforms in each evaluation
-    totals, size = 0, loader.batch_sampler.batch_size
+    totals = 0
+    size = loader.batch_sampler.batch_size
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index, accelerator.process_index)
         # All passes need one shape: repeat samples to fill the last batch, and drop their metrics.
@@ -260,7 +261,7 @@ def main():
         schedule={"choices": ("gpipe", "1f1b"), "default": "gpipe", "help": "order of the microbatches"},
         microbatches={"type": int, "default": 8, "help": "parts of a batch; the bubble is 1 / (microbatches + 1)"},
         split={"help": "first block of the second stage (default: layer3.0; ImageNet stem: layer3.2; else the middle)"},
-        clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
+        clip_norm={"type": float, "help": "clip the gradient to this norm"},
     )
     if args.batch_size % args.microbatches:
         exit_with_error(f"argument --microbatches: {args.microbatches} do not divide the batch of {args.batch_size}")
@@ -272,16 +273,14 @@ def main():
     if args.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
-
     # Neighbours in rank are a pipeline ("pp"); the processes with the same stage are its replicas ("dp").
     shape = accelerator.num_processes // STAGES, STAGES
-    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "pp"))
+    mesh = distributed.init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "pp"))
     pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
-    loaders = reproducible(load_data(args, accelerator), args.seed)
     # Not `accelerator.prepare`: it would give the stages of a pipeline different batches.
-    options = {"put_on_device": True, "use_seedable_sampler": True, "non_blocking": True}
-    options |= {"data_seed": accelerator.dataloader_config.data_seed}
+    options = {**vars(accelerator.dataloader_config), "put_on_device": True}
     options |= {"num_processes": replicas.size(), "process_index": replicas.rank()}
+    loaders = reproducible(load_data(args, accelerator), args.seed)
     train_loader, test_loader = (prepare_data_loader(loader, accelerator.device, **options) for loader in loaders)
     steps_per_epoch = len(train_loader)
     if steps_per_epoch == 0:
@@ -290,30 +289,32 @@ def main():
     global_batch = args.batch_size * replicas.size()
     peak_lr = args.lr * global_batch / 128
 
-    stages = cut(model_blocks(load_weights(accelerator, build_model(args), args)), args)
-    sizes = [sum(p.numel() for block in blocks.values() for p in block.parameters()) for blocks in stages]
-    holdings = [f"{', '.join(blocks)}: {size:,} parameters" for blocks, size in zip(stages, sizes, strict=True)]
-    model = make_pipeline(args, accelerator, stages[pipeline.rank()], pipeline, replicas)
-    del stages  # frees the other stage
+    model = load_weights(accelerator, build_model(args), args)
+    blocks = cut(model_blocks(model), args)[pipeline.rank()]
+    model = make_pipeline(args, accelerator, blocks, pipeline, replicas)
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     optimizer = accelerator.prepare(optimizer)
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every step.
+    owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
 
     config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    config |= {"pipelines": replicas.size(), "stages": holdings, "bubble": 1 / (args.microbatches + 1)}
+    holding = f"{', '.join(blocks)}: {sum(p.numel() for p in model.parameters()):,} parameters"
+    config |= {"pipelines": replicas.size(), "stages": utils.gather_object([holding])[:STAGES]}
+    config |= {"bubble": 1 / (args.microbatches + 1)}
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
 
     # A warm-up pass without effect: torch 2.11 first runs the stages on zeros, which would change BatchNorm's
     # statistics, and if the first pass is an evaluation (of a resumed run), it cannot train afterwards.
-    before = [buffer.clone() for buffer in model.buffers()]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     names = list(run_pipeline(model, next(iter(train_loader))))
     (model.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
     optimizer.zero_grad()
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
+    model.load_state_dict(before, strict=False)
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)

@@ -62,6 +62,7 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
 
     blocks = recipe.cut(recipe.model_blocks(whole), args)[pipeline.rank()]
     stage = recipe.make_pipeline(args, accelerator, blocks, pipeline, replicas)
+    stage.others = []  # there are no buffers that training reads
     optimizer, scheduler = make_optimizer(stage.parameters(), steps)
     optimizer = accelerator.prepare_optimizer(optimizer)
     stage.train()
