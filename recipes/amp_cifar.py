@@ -185,7 +185,7 @@ def choose_precision(args):
 def main():
     args = parse_args(
         precision={"choices": ("bf16", "fp16", "fp32"), "help": "default: the config's, or else bf16, or else fp16"},
-        accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
+        accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
         compile={"action": "store_true", "help": "torch.compile (CUDA graphs unless gradients accumulate): slow start"},
     )

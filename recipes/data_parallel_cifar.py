@@ -152,7 +152,7 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
 
 def main():
     args = parse_args(
-        accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
+        accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:  # Accelerate would put DDP around DataParallel

@@ -158,7 +158,8 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
     `replicas` are the process groups of both stages, and of this stage in all pipelines."""
 
     def loss_fn(outputs, targets):
-        return mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # the model has already run
+        loss = mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # the model has already run
+        return loss / args.microbatches / accelerator.gradient_accumulation_steps
 
     is_last = pipeline.rank() == STAGES - 1
     model = Stage(blocks, accelerator.autocast, is_last).to(accelerator.device)
@@ -169,7 +170,8 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
         model.require_backward_grad_sync = model.broadcast_buffers = False
     model.pipeline, model.replicas, model.is_last, model.names, model.shapes = pipeline, replicas, is_last, (), None
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
-    model.schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule](stage, args.microbatches, loss_fn)
+    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule]
+    model.schedule = schedule(stage, args.microbatches, loss_fn, scale_grads=False)  # which would scale them repeatedly
     return model
 
 
@@ -257,6 +259,7 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
 
 def main():
     args = parse_args(
+        accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
         precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: mixed precision, as in amp_cifar.py"},
         schedule={"choices": ("gpipe", "1f1b"), "default": "gpipe", "help": "order of the microbatches"},
         microbatches={"type": int, "default": 8, "help": "parts of a batch; the bubble is 1 / (microbatches + 1)"},
@@ -282,11 +285,14 @@ def main():
     options |= {"num_processes": replicas.size(), "process_index": replicas.rank()}
     loaders = reproducible(load_data(args, accelerator), args.seed)
     train_loader, test_loader = (prepare_data_loader(loader, accelerator.device, **options) for loader in loaders)
-    steps_per_epoch = len(train_loader)
-    if steps_per_epoch == 0:
+    # An incomplete last global batch is dropped, so that N processes take the same steps as one process with N
+    # microbatches. `min`: never accumulate over more than an epoch.
+    accumulation_steps = accelerator.gradient_accumulation_steps = min(args.accumulation_steps, len(train_loader))
+    if accumulation_steps == 0:
         exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
+    steps_per_epoch = len(train_loader) // accumulation_steps
     total_steps = min(args.epochs * steps_per_epoch, args.max_steps or math.inf)
-    global_batch = args.batch_size * replicas.size()
+    global_batch = args.batch_size * accumulation_steps * replicas.size()
     peak_lr = args.lr * global_batch / 128
 
     model = load_weights(accelerator, build_model(args), args)

@@ -267,7 +267,7 @@ def main():
     args = parse_args(
         precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: gradients are summed in fp32"},
         replicas={"type": int, "default": 1, "help": "sharded models side by side, such as one per node (HSDP)"},
-        accumulation_steps={"type": int, "default": 1, "help": "microbatches per optimizer step"},
+        accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
         sync_each_batch={"action": "store_true", "help": "accumulate gradients in shards, not whole: less memory"},
         clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
         activation_checkpointing={"action": "store_true", "help": "compute activations twice instead of keeping them"},

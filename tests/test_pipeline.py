@@ -38,6 +38,7 @@ def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
         (1, "ddp_cifar", [*flags, 8, "--accumulation-steps", 4]),
         (2, "pipeline_cifar", [*flags, 32, "--schedule", "gpipe", "--microbatches", 4]),
         (4, "pipeline_cifar", [*flags, 16, "--schedule", "1f1b", "--microbatches", 2]),
+        (4, "pipeline_cifar", [*flags, 8, "--accumulation-steps", 2, "--microbatches", 2]),
         (2, "pipeline_cifar", [*flags, 32, "--precision", "bf16"]),
     )
     torch.manual_seed(0)
@@ -143,7 +144,7 @@ REFUSALS = {
     "too few microbatches": (2, ["--schedule", "1f1b", "--microbatches", 1], ["--microbatches", "1f1b", "gpipe"]),
     "unknown boundary": (2, ["--split", "layer9"], ["--split", "layer9", "1, 2"]),
     "cut before everything": (2, ["--split", "0"], ["--split", "1, 2"]),
-    "accumulation": (2, ["--accumulation-steps", 2], ["--accumulation-steps"]),
+    "compilation": (2, ["--compile"], ["--compile"]),
 }
 
 
