@@ -94,7 +94,7 @@ def compute_loss(model, batch):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Run one microbatch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
+    """Run one batch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
 
     Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """

@@ -94,7 +94,7 @@ def compute_loss(model, batch):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Run one microbatch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
+    """Run one batch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
 
     Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """
@@ -179,7 +179,7 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     model, optimizer = accelerator.prepare(model, optimizer)
-    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every forward pass.
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others before each pass, too.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in owners)
 

@@ -3,15 +3,13 @@
 
     accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/pipeline_cifar.py
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/pipeline_cifar.py --schedule 1f1b
-    accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/pipeline_cifar.py --split layer2.0
 
 For a model that does not fit on one GPU. Each batch goes through in microbatches, so that both stages have work: with M
 of them, and equal stages, a share 1 / (M + 1) of the time is lost while the pipeline fills and drains, the bubble.
-`gpipe` takes all microbatches forward and then all backward (Huang et al. 2019, arXiv:1811.06965); `1f1b` alternates,
-and so keeps fewer activations (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503). Accelerate has no pipeline
-dimension of its own: it supplies processes, devices, precision, optimizer and data, torch the pipeline. Gradients and
-losses are those of the whole model accumulated over the same microbatches, over which BatchNorm normalises, too. Every
-process builds the whole model once, in CPU memory.
+`gpipe` takes all of them forward, then all backward (Huang et al. 2019, arXiv:1811.06965); `1f1b` alternates, keeping
+fewer activations (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503). Accelerate has no pipeline dimension of
+its own: it supplies processes, devices, precision, optimizer and data. Gradients and losses are those of the whole
+model accumulated over the same microbatches, over which BatchNorm normalises. Each process builds it whole, on CPU.
 
 To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
 "machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
@@ -52,7 +50,7 @@ from accelerate.data_loader import prepare_data_loader
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
@@ -138,19 +136,13 @@ def cut(blocks, args):
 class Stage(nn.Sequential):
     """Some blocks of a model in a row. What it hands on, and back, is contiguous: the transport requires that."""
 
-    def __init__(self, blocks, autocast, is_last):
-        super().__init__(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items()))
-        self.autocast, self.is_last = autocast, is_last
-
     def forward(self, x):
         if x.requires_grad:
             x.register_hook(torch.Tensor.contiguous)
         if x.dim() == 4:  # as in the unsplit model
             x = x.contiguous(memory_format=torch.channels_last)
         with self.autocast():
-            x = super().forward(x)
-        # Activations travel in the precision that they are computed in; the loss is in fp32.
-        return (utils.convert_to_fp32(x) if self.is_last else x).contiguous()
+            return super().forward(x).contiguous()
 
 
 def make_pipeline(args, accelerator, blocks, pipeline, replicas):
@@ -158,20 +150,21 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
     `replicas` are the process groups of both stages, and of this stage in all pipelines."""
 
     def loss_fn(outputs, targets):
-        loss = mean_loss(compute_loss(lambda inputs: outputs, (None, targets)))  # the model has already run
+        # The model has already run. Activations travel in the precision that they are computed in; the loss is in fp32.
+        loss = mean_loss(compute_loss(lambda inputs: utils.convert_to_fp32(outputs), (None, targets)))
         return loss / args.microbatches / accelerator.gradient_accumulation_steps
 
-    is_last = pipeline.rank() == STAGES - 1
-    model = Stage(blocks, accelerator.autocast, is_last).to(accelerator.device)
+    model = Stage(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())).to(accelerator.device)
+    model.autocast = accelerator.autocast
     if any(p.requires_grad for p in model.parameters()):
         # Not prepared: Accelerate would average the gradients of all processes, which have two different stages.
         model = nn.parallel.DistributedDataParallel(model, process_group=replicas, gradient_as_bucket_view=True)
-        # No pass does that by itself: PipelineStage says which backward pass is a step's last, and buffers are below.
+        # It averages when PipelineStage tells it that a batch's last backward pass begins; `train_step` sends buffers.
         model.require_backward_grad_sync = model.broadcast_buffers = False
-    model.pipeline, model.replicas, model.is_last, model.names, model.shapes = pipeline, replicas, is_last, (), None
+    model.pipeline, model.replicas, model.is_last = pipeline, replicas, pipeline.rank() == STAGES - 1
+    model.names, model.shapes = (), None
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
-    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule]
-    model.schedule = schedule(stage, args.microbatches, loss_fn, scale_grads=False)  # which would scale them repeatedly
+    model.schedule = schedules.get_schedule_class(args.schedule)(stage, args.microbatches, loss_fn, scale_grads=False)
     return model
 
 
@@ -187,12 +180,12 @@ def run_pipeline(model, batch):
     if not model.is_last:
         run(inputs)
         return dict.fromkeys(model.names, torch.zeros(0, device=inputs.device))
-    outputs = run(target=targets).detach()
+    outputs = utils.convert_to_fp32(run(target=targets).detach())
     return compute_loss(lambda inputs: outputs, (None, targets))
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Take one batch through the pipeline, forward and backward; step optimizer and scheduler.
+    """Run one batch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
 
     Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """
@@ -303,7 +296,7 @@ def main():
     # Not prepared: Accelerate would advance it once per process in each step.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
     optimizer = accelerator.prepare(optimizer)
-    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every step.
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others before each pass, too.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
 
@@ -725,13 +718,11 @@ class PipelineRun(Run):
         """Return, on the main process, the state of both stages of the first pipeline. It goes by gloo: the default
         group would take it through the GPUs' memory; and in parts: what is under way takes several times its own."""
         rank, theirs = self.accelerator.process_index, {}
+        exchange = distributed.send_object_list if rank else distributed.recv_object_list
         mine = utils.send_to_device(super().collect_state()[0], "cpu") if rank < STAGES else {}
         for name, value in mine.items():
             parcel = [value]
-            if rank > 0:
-                distributed.send_object_list(parcel, 0, self.signals.group)
-            else:
-                distributed.recv_object_list(parcel, 1, self.signals.group)
+            exchange(parcel, 1 - rank, self.signals.group)
             theirs[name] = parcel[0]
         return [mine, theirs] if mine else []
 

@@ -186,7 +186,7 @@ def send_weights(whole, model, accelerator, mesh, offload):
 
 
 def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Run one microbatch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
+    """Run one batch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
 
     Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
     """
@@ -310,7 +310,7 @@ def main():
     del whole
     if not (args.sync_each_batch or args.cpu_offload):  # gradients stay whole on each rank until the last microbatch
         model.register_forward_pre_hook(lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients))
-    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others in every forward pass.
+    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others before each pass, too.
     owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if others := [buffer for module in owners for buffer in module.buffers(recurse=False)]:
         model.register_forward_pre_hook(lambda *_: utils.broadcast(others) and None)
