@@ -519,15 +519,12 @@ def kill_workers():
         worker.kill()
 
 
-def unbreakable(method):
-    """Return `method` of an output stream without its errors: what nobody reads, since the terminal or the reader of a
-    pipe is gone, must not keep a checkpoint from being written."""
-
-    def attempt(*args):
-        with suppress(OSError):
-            return method(*args)
-
-    return attempt
+@contextmanager
+def unbreakable():
+    """Decorate a method of an output stream, to drop its errors: what nobody reads, since the terminal or the reader of
+    a pipe is gone, must not keep a checkpoint from being written."""
+    with suppress(OSError):
+        yield
 
 
 class Run:
@@ -539,7 +536,7 @@ class Run:
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.write, stream.flush = unbreakable(stream.write), unbreakable(stream.flush)
+            stream.write, stream.flush = unbreakable()(stream.write), unbreakable()(stream.flush)
         self.signals = SignalHandler(accelerator)
         main = accelerator.is_main_process
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
