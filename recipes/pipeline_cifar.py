@@ -161,8 +161,7 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
         model = nn.parallel.DistributedDataParallel(model, process_group=replicas, gradient_as_bucket_view=True)
         # It averages when PipelineStage tells it that a batch's last backward pass begins; `train_step` sends buffers.
         model.require_backward_grad_sync = model.broadcast_buffers = False
-    model.pipeline, model.replicas, model.is_last = pipeline, replicas, pipeline.rank() == STAGES - 1
-    model.names, model.shapes = (), None
+    model.pipeline, model.replicas, model.names, model.shapes = pipeline, replicas, (), None
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
     model.schedule = schedules.get_schedule_class(args.schedule)(stage, args.microbatches, loss_fn, scale_grads=False)
     return model
@@ -177,7 +176,7 @@ def run_pipeline(model, batch):
         exit_with_error(f"a batch has to be two tensors of the first one's shapes, {model.shapes}, and not {shapes}")
     inputs, targets = batch
     run = model.schedule.step if model.training else model.schedule.eval
-    if not model.is_last:
+    if model.pipeline.rank() < STAGES - 1:
         run(inputs)
         return dict.fromkeys(model.names, torch.zeros(0, device=inputs.device))
     outputs = utils.convert_to_fp32(run(target=targets).detach())
@@ -322,6 +321,7 @@ def main():
     weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
+    run = state = None  # in which a stage that is all frozen has the pipeline, too
     # Free the model before the process group: at the interpreter's exit, gloo may abort.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()

@@ -23,6 +23,7 @@ recipe = load("recipes/pipeline_cifar.py")
 accelerator = Accelerator(cpu=True)
 mesh = init_device_mesh("cpu", (accelerator.num_processes // 2, 2), mesh_dim_names=("dp", "pp"))
 pipeline, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
+is_last = pipeline.rank() == 1
 answers, models, references = {}, {}, {}
 
 
@@ -69,9 +70,9 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     mine = slice(batch * replicas.rank(), batch * (replicas.rank() + 1))
     for x, y in batches:
         metrics = recipe.train_step(accelerator, stage, optimizer, scheduler, (x[mine], y[mine]))
-    rows = recipe.sample_rows(metrics).sum(0).float() if stage.is_last else torch.zeros(4)
+    rows = recipe.sample_rows(metrics).sum(0).float() if is_last else torch.zeros(4)
     loss, _, _, samples = accelerator.reduce(rows).tolist()
-    assert bool(metrics) == stage.is_last and samples == batch * replicas.size()
+    assert bool(metrics) == is_last and samples == batch * replicas.size()
     parts = [None] * accelerator.num_processes
     distributed.all_gather_object(parts, accelerator.unwrap_model(stage).state_dict())
     updated = {name.replace("/", "."): value for part in parts[:2] for name, value in part.items()}
