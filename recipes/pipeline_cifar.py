@@ -14,9 +14,8 @@ model accumulated over the same microbatches, over which BatchNorm normalises. E
 To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
 "machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
 --data-dir, --model, --stem and the data sets at the end are specific to this example.
-A batch has to be a pair of tensors here, all of one shape, and the loss a function of the second and of the outputs:
-`compute_loss` gets None for the first. `model_blocks` has to know where your model can be cut, between blocks that hand
-on one tensor.
+A batch has to be a pair of tensors here, always of one shape, and `compute_loss` gets None for the first: the outputs
+are there already. `model_blocks` has to know where your model can be cut, between blocks that hand on one tensor.
 """
 
 import argparse
@@ -156,7 +155,7 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
 
     model = Stage(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())).to(accelerator.device)
     model.autocast = accelerator.autocast
-    if any(p.requires_grad for p in model.parameters()):
+    if replicas.size() > 1 and any(p.requires_grad for p in model.parameters()):
         # Not prepared: Accelerate would average the gradients of all processes, which have two different stages.
         model = nn.parallel.DistributedDataParallel(model, process_group=replicas, gradient_as_bucket_view=True)
         # It averages when PipelineStage tells it that a batch's last backward pass begins; `train_step` sends buffers.
@@ -311,7 +310,7 @@ def main():
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     names = list(run_pipeline(model, next(iter(train_loader))))
     (model.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
-    optimizer.zero_grad()
+    model.zero_grad()
     model.load_state_dict(before, strict=False)
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
@@ -321,7 +320,7 @@ def main():
     weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
-    run = state = None  # in which a stage that is all frozen has the pipeline, too
+    run = state = None  # where there are no replicas, the pipeline is in their model
     # Free the model before the process group: at the interpreter's exit, gloo may abort.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
@@ -709,11 +708,10 @@ class Run:
 
 
 class PipelineRun(Run):
-    """A run whose state is on both stages of each pipeline."""
+    """A run whose state is on two processes: the main process collects that of both stages of the first pipeline. It
+    goes by gloo: the default group would take it through the GPUs' memory; and in parts: each is copied several times."""
 
     def collect_state(self):
-        """Return, on the main process, the state of both stages of the first pipeline. It goes by gloo: the default
-        group would take it through the GPUs' memory; and in parts: what is under way takes several times its own."""
         rank, theirs = self.accelerator.process_index, {}
         exchange = distributed.send_object_list if rank else distributed.recv_object_list
         mine = utils.send_to_device(super().collect_state()[0], "cpu") if rank < STAGES else {}
