@@ -709,7 +709,7 @@ class Run:
 
 class PipelineRun(Run):
     """A run whose state is on two processes: the main process collects that of both stages of the first pipeline. It
-    goes by gloo: the default group would take it through the GPUs' memory; and in parts: each is copied several times."""
+    goes by gloo: the default group would take it through the GPUs' memory; and in parts, to save memory."""
 
     def collect_state(self):
         rank, theirs = self.accelerator.process_index, {}
