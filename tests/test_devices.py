@@ -1,6 +1,7 @@
 """What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to be on one, and raise
 an error when they are mixed with the CPU's. They have no values, and without a driver no backward pass."""
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -42,7 +43,6 @@ def on_gpu(request, monkeypatch):
     monkeypatch.setattr(recipe, "test_metrics", lambda names, sums, samples: dict(zip(names, sums, strict=False)))
     accelerator = SimpleNamespace(device=GPU, process_index=0, gather_for_metrics=lambda x: x, reduce=lambda x: x)
     accelerator.main_process_first = accelerator.local_main_process_first = nullcontext
-    accelerator.autocast, accelerator.mixed_precision = nullcontext, "no"
     args = SimpleNamespace(data="synthetic", model="simple_cnn", stem="cifar", batch_size=64, seed=0, split=None)
     with FakeTensorMode():
         loaders = [Batches(loader) for loader in recipe.load_data(args, accelerator)]
@@ -75,10 +75,13 @@ def test_evaluations_stay_on_the_gpu(on_gpu):
         assert recipe.evaluate(accelerator, model, loader).keys() == {"loss", "accuracy"}
         return
     blocks = recipe.cut(recipe.model_blocks(model), args)
-    first, last = (recipe.Stage(part, accelerator, index == 1) for index, part in enumerate(blocks))
+    parts = ({name.replace(".", "/"): block for name, block in part.items()} for part in blocks)
+    first, last = (recipe.Stage(OrderedDict(part)) for part in parts)
+    first.autocast = last.autocast = nullcontext
 
     def both(inputs=None, target=None):  # the last stage of a pipeline that is one process
         return last(first(inputs if inputs is not None else torch.zeros(len(target), 3, 32, 32, device=GPU)))
 
     last.schedule, last.replicas = SimpleNamespace(eval=both), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    last.pipeline, last.shapes = SimpleNamespace(rank=lambda: 1), None
     assert recipe.evaluate(accelerator, last, loader).keys() == {"loss", "accuracy"}
