@@ -289,7 +289,7 @@ def seconds_per_step(args, recipe, accelerator):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = False
-    signals, sums = recipe.SignalHandler(accelerator), SimpleNamespace(totals=0)
+    signals, sums = recipe.SignalHandler(accelerator), SimpleNamespace(names=[], totals=0)
 
     def endless():
         while True:

@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ def synchronisations():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = False
-    signals, sums, batches = recipe.SignalHandler(accelerator), SimpleNamespace(totals=0), iter(loaders[0])
+    signals, sums, batches = recipe.SignalHandler(accelerator), SimpleNamespace(names=[], totals=0), iter(loaders[0])
 
     def step():
         recipe.seed_rng(0, 0, 0, 0)
@@ -85,7 +86,9 @@ def chained_stages():
     dtype = torch.float64 if precision == "no" else torch.float32
     whole = recipe.build_model(args).to(dtype)
     blocks = recipe.cut(recipe.model_blocks(copy.deepcopy(whole)), args)
-    first, last = (recipe.Stage(part, accelerator, index == 1).to(device) for index, part in enumerate(blocks))
+    parts = ({name.replace(".", "/"): block for name, block in part.items()} for part in blocks)
+    first, last = (recipe.Stage(OrderedDict(part)).to(device) for part in parts)
+    first.autocast = last.autocast = accelerator.autocast
     images, labels = recipe.synthetic_images(batch_size, seed=4)
     images, labels = images.to(device).permute(0, 3, 1, 2).to(dtype).sub(128).div(64), labels.to(device)
     whole.to(device)
@@ -95,7 +98,7 @@ def chained_stages():
 
     handed, back = first(images), []
     inner = handed.detach().requires_grad_()
-    logits = last(inner)
+    logits = recipe.utils.convert_to_fp32(last(inner)) if precision == "bf16" else last(inner)
     inner.register_hook(back.append)
     F.cross_entropy(logits, labels).backward()
     handed.backward(back[0])
