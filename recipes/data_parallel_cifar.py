@@ -26,7 +26,7 @@ import socket
 import sys
 import time
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import ContextDecorator, suppress
 from datetime import timedelta
 from itertools import islice
 from multiprocessing import active_children, resource_tracker
@@ -375,12 +375,9 @@ def kill_workers():
         worker.kill()
 
 
-@contextmanager
-def unbreakable():
-    """Decorate a method of an output stream, to drop its errors: what nobody reads, since the terminal or the reader of
-    a pipe is gone, must not keep a checkpoint from being written."""
-    with suppress(OSError):
-        yield
+class Unbreakable(ContextDecorator, suppress):
+    """Decorates a method of an output stream, to drop its errors: the terminal or the reader of a pipe is gone, or the
+    disk is full, which must not end a training before its next checkpoint."""
 
 
 class Run:
@@ -392,7 +389,7 @@ class Run:
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.write, stream.flush = unbreakable()(stream.write), unbreakable()(stream.flush)
+            stream.write, stream.flush = (Unbreakable(OSError)(method) for method in (stream.write, stream.flush))
         self.signals = SignalHandler(accelerator)
         main = accelerator.is_main_process
         config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
@@ -424,6 +421,7 @@ class Run:
         self.started = self.saved = time.time()
         self.own_metrics = dict  # a recipe may set another: what it adds to every line of metrics, and to the summary
         self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
+        self.file.write = Unbreakable(OSError)(self.file.write)
         self.file.write(self.metrics)
         accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
         self.console = Console(quiet=not main, highlight=False, markup=False, soft_wrap=True)

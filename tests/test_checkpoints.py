@@ -63,11 +63,14 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_one_stays(tmp_path):
     before = {path: path.read_bytes() for path in directory.glob("step-*.pt")}
     resumed = {**first, "flags": [*first["flags"], "--resume", "auto"]}
 
+    (directory / "metrics.jsonl").unlink()
+    (directory / "metrics.jsonl").symlink_to("/dev/full")
     program = [sys.executable, ROOT / "tests/programs/watched.py", json.dumps(resumed, default=str)]
     full = run(["bash", "-c", 'ulimit -f 20; exec "$@"', "-", *program], check=False, **PROGRAMS)
     line = the_error_line(full)
     assert "cannot write step-00000004.pt" in line and "File too large" in line and "--resume" in line
     assert not (directory / "checkpoint.tmp").exists()
+    (directory / "metrics.jsonl").unlink()
 
     (directory / "checkpoint.tmp").mkdir()
     ((codes, output),) = forked([resumed], tmp_path)
