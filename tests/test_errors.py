@@ -189,8 +189,8 @@ def test_a_rank_that_is_late_for_an_error_leaves_when_it_is_told_to(tmp_path):
 
 @pytest.mark.slow
 @at_once
-def test_refused_once_by_four_processes(directory):
-    process = launch(4, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=directory, check=False)
+def test_refused_once_by_two_processes(directory):
+    process = launch(2, RECIPE, *SYNTHETIC, "--epochs", "-1", cwd=directory, check=False)
     assert "--epochs" in the_error_line(process)
 
 
