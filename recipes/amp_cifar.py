@@ -576,8 +576,7 @@ class Run:
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
-                if self.saved == self.started:  # better the first save fails than each resume
-                    self.read(directory / "checkpoint.tmp")
+                torch.load(directory / "checkpoint.tmp", "cpu", weights_only=True, mmap=True)  # or no resume could
                 os.replace(directory / "checkpoint.tmp", directory / name)
                 entry = os.open(directory, os.O_RDONLY)
                 os.fsync(entry)  # or a power failure could undo the rename
