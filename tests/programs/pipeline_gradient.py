@@ -73,11 +73,13 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     rows = recipe.sample_rows(metrics).sum(0).float() if is_last else torch.zeros(4)
     loss, _, _, samples = accelerator.reduce(rows).tolist()
     assert bool(metrics) == is_last and samples == batch * replicas.size()
-    parts = [None] * accelerator.num_processes
-    distributed.all_gather_object(parts, accelerator.unwrap_model(stage).state_dict())
-    updated = {name.replace("/", "."): value for part in parts[:2] for name, value in part.items()}
+    state = accelerator.unwrap_model(stage).state_dict()
+    parts = [state, {}]
+    if replicas.rank() == 0:
+        distributed.gather_object(state, parts if accelerator.is_main_process else None, group=pipeline)
 
     if accelerator.is_main_process:
+        updated = {name.replace("/", "."): value for part in parts for name, value in part.items()}
         key = model_name, microbatches, steps, batch  # neither the schedule nor the cut is in the unsplit model
         if key not in references:
             references[key] = unsplit(reference, initial, batches, microbatches * replicas.size(), steps)
