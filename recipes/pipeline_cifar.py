@@ -127,8 +127,8 @@ def cut(blocks, args):
     where = names.index(split)
     stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
     first, second = ({p for block in stage.values() for p in block.parameters()} for stage in stages)
-    if first & second:
-        exit_with_error("the two stages share a parameter, and would train a copy each: untie them, or change --split")
+    if first & second or not (first and second):
+        exit_with_error("the two stages share a parameter, or one has none: untie what is shared, or change --split")
     return stages
 
 
@@ -138,8 +138,8 @@ class Stage(nn.Sequential):
     def forward(self, x):
         if x.requires_grad:
             x.register_hook(torch.Tensor.contiguous)
-        if x.dim() == 4:  # as in the unsplit model
-            x = x.contiguous(memory_format=torch.channels_last)
+        # channels_last as in the unsplit model; a copy, since the first block may work in place
+        x = x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
         with self.autocast():
             return super().forward(x).contiguous()
 
@@ -193,8 +193,8 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         metrics = run_pipeline(model, batch)
         if clip_norm and accelerator.sync_gradients:
             # To the norm of the whole model, of which this process has one stage; a frozen one has no gradients.
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device) ** 2
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            norm = norm.to(accelerator.device, torch.float32) ** 2
             distributed.all_reduce(norm, group=model.pipeline)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
         optimizer.step()
@@ -307,11 +307,11 @@ def main():
 
     # A warm-up pass without effect: torch 2.11 first runs the stages on zeros, which would change BatchNorm's
     # statistics, and if the first pass is an evaluation (of a resumed run), it cannot train afterwards.
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    names = list(run_pipeline(model, next(iter(train_loader))))
+    before, names = [buffer.clone() for buffer in model.buffers()], [*run_pipeline(model, next(iter(train_loader)))]
     (model.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
     model.zero_grad()
-    model.load_state_dict(before, strict=False)
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
     test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
@@ -616,7 +616,7 @@ class Run:
     def log(self, learning_rate):
         """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
         norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
-        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None]))).tolist()  # waits for the device
+        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None].float()))).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
         values, samples = means(self.names, totals[:-1]), totals[-2]
         if not math.isfinite(values["loss"] + totals[-1]):

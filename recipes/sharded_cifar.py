@@ -627,7 +627,7 @@ class Run:
     def log(self, learning_rate):
         """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
         norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
-        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None]))).tolist()  # waits for the device
+        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None].float()))).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
         values, samples = means(self.names, totals[:-1]), totals[-2]
         if not math.isfinite(values["loss"] + totals[-1]):

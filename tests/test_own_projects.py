@@ -391,6 +391,25 @@ class Residual(nn.Sequential):
 def build_model(args):
     return Residual(nn.Flatten(), nn.Linear(3072, 10))
 """
+IN_PLACE = """
+class Counting(nn.Flatten):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls += self.training
+        assert self.calls <= 2 * 8, "two steps of eight microbatches: what comes before the first has to leave no trace"
+        return super().forward(x)
+
+
+def build_model(args):
+    return nn.Sequential(Counting(), nn.Linear(3072, 10), nn.ReLU(inplace=True), nn.Linear(10, 10))
+"""
+NO_PARAMETERS = """
+def build_model(args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.ReLU(), nn.Dropout(0.1))
+"""
 PIXELWISE = """
 per_sample = compute_loss
 
@@ -418,6 +437,7 @@ THREE = '"collate_fn": tuple', '"collate_fn": lambda batch: (*batch, batch[1])'
 OTHER = TESTED, 'DataLoader(test_set, **options | {"batch_size": 16})'
 PAIRS = {  # name: (recipe, project, what is replaced, the error), on two processes
     "own_pipeline": ("pipeline_cifar", OWN_FORWARD, [], "cannot cut Residual"),
+    "no_parameters": ("pipeline_cifar", NO_PARAMETERS, [], "the two stages share a parameter, or one has none"),
     "tied_stages": ("pipeline_cifar", TIED, [], "the two stages share a parameter"),
     "own_sequential": ("pipeline_cifar", SUBCLASS, [], "cannot cut Residual"),
     "tied_root": ("sharded_cifar", TIED_ROOT, [], "shard_units: a unit shares a parameter"),
@@ -521,9 +541,10 @@ def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path
         script = copy("ddp_cifar", LOADER.replace("LOADERS", loaders), tmp_path / f"{name}.py")
         runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name]})
         expected.append((2, f"load_data: cannot resume {'Stream' if name == 'Stream' else ''}"))
-    script = copy("pipeline_cifar", "", tmp_path / "frozen_pipeline.py", FEWER, *FROZEN)
-    runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", "pipe"], "processes": 2})
-    expected.append((0, "step 2/2"))
+    for name, project, replacements in (("frozen_pipeline", "", FROZEN), ("in_place", IN_PLACE, [])):
+        script = copy("pipeline_cifar", project, tmp_path / f"{name}.py", FEWER, *replacements)
+        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name], "processes": 2})
+        expected.append((0, "step 2/2"))
     for name, (recipe, project, replacements, said) in PAIRS.items():
         script = copy(recipe, project, tmp_path / f"{name}.py", FEWER, *replacements)
         runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name], "processes": 2})
