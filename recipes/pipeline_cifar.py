@@ -434,6 +434,7 @@ IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep
     accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
     holds sync_each_batch activation_checkpointing cpu_offload""".split()
 LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
+TIMEOUT = timedelta(hours=2)  # for whoever waits for the main process's download, or for its reading a checkpoint
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
@@ -481,7 +482,7 @@ class SignalHandler:
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
         self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
         atexit.register(kill_workers)  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
-        self.group = distributed.new_group(None, timedelta(hours=2), "gloo") if accelerator.use_distributed else None
+        self.group = distributed.new_group(None, TIMEOUT, "gloo") if accelerator.use_distributed else None
 
     def receive(self, number, frame=None):
         SignalHandler.received = self.received or number
@@ -828,17 +829,16 @@ def make_accelerator(args, precision, *handlers):
                 break
         interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
-    timeout = timedelta(hours=2)  # for whoever waits for the main process's download
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60).close()
-        except OSError as error:  # torch would look for its store until the timeout
+        except OSError as error:  # torch would look for its store until TIMEOUT
             exit_with_error(f"the launcher, or that of the first machine, has ended ({error}): its output says why")
         if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
             # The store still has the addresses of the processes that died: keep the new ones from dialling them.
             store, rank, world_size = next(distributed.rendezvous("env://"))
             store = distributed.PrefixStore(f"attempt {attempt}", store)
-            distributed.init_process_group("nccl" if gpus else "gloo", None, timeout, world_size, rank, store)
+            distributed.init_process_group("nccl" if gpus else "gloo", None, TIMEOUT, world_size, rank, store)
     data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: the seeds must not overlap
     accelerator = Accelerator(
         cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
@@ -846,7 +846,7 @@ def make_accelerator(args, precision, *handlers):
         log_with=args.tracker,
         project_dir=args.output_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed, non_blocking=True),
-        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timeout), *handlers],
+        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
     launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)
     if launched != (seen := accelerator.num_processes):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,15 @@ def outputs(directory):
 
 def free_port():
     return free_ports(1)[0]
+
+
+def both_stages(recipe, model, args, autocast):
+    """The stages of the pipeline, made as `make_pipeline` makes one of them, without processes."""
+    stages = []
+    for blocks in recipe.cut(recipe.model_blocks(model), args):
+        stages.append(recipe.Stage(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())))
+        stages[-1].autocast = autocast
+    return stages
 
 
 def wait_until(condition, seconds=60):

@@ -1,13 +1,12 @@
 """What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to be on one, and raise
 an error when they are mixed with the CPU's. They have no values, and without a driver no backward pass."""
 
-from collections import OrderedDict
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load
+from conftest import both_stages, load
 from test_recipes import RECIPES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -74,10 +73,7 @@ def test_evaluations_stay_on_the_gpu(on_gpu):
     if recipe.RECIPE != "pipeline_cifar":
         assert recipe.evaluate(accelerator, model, loader).keys() == {"loss", "accuracy"}
         return
-    blocks = recipe.cut(recipe.model_blocks(model), args)
-    parts = ({name.replace(".", "/"): block for name, block in part.items()} for part in blocks)
-    first, last = (recipe.Stage(OrderedDict(part)) for part in parts)
-    first.autocast = last.autocast = nullcontext
+    first, last = both_stages(recipe, model, args, nullcontext)
 
     def both(inputs=None, target=None):  # the last stage of a pipeline that is one process
         return last(first(inputs if inputs is not None else torch.zeros(len(target), 3, 32, 32, device=GPU)))

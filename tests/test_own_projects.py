@@ -430,6 +430,8 @@ FEWER = FEWER, FEWER.replace("5120", "256").replace("1024", "64")
 PART = "DataLoader(torch.utils.data.Subset(train_set, range(256)), drop_last=True, **options)"
 REST = "DataLoader(torch.utils.data.Subset(train_set, range(100)), **options)"
 DROP_LAST = "load_data: training needs drop_last=True, the test drop_last=False and some samples"
+LOGITS = "    logits = model(images)\n"
+FP32 = LOGITS, f"{LOGITS}    assert logits.dtype == torch.float32\n"
 NAMESPACE = "from pathlib import Path\n", "from pathlib import Path\nfrom types import SimpleNamespace\n"
 FROZEN = [(LAYOUT, f"    model[0].requires_grad_(False)\n{LAYOUT}")]
 SIDES = '"collate_fn": tuple', '"collate_fn": lambda batch: {"x": 1, "y": 2}'
@@ -541,9 +543,10 @@ def test_other_loaders_are_errors_that_name_them_and_small_changes_work(tmp_path
         script = copy("ddp_cifar", LOADER.replace("LOADERS", loaders), tmp_path / f"{name}.py")
         runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name]})
         expected.append((2, f"load_data: cannot resume {'Stream' if name == 'Stream' else ''}"))
-    for name, project, replacements in (("frozen_pipeline", "", FROZEN), ("in_place", IN_PLACE, [])):
+    pipelines = ("frozen_pipeline", "", FROZEN, []), ("in_place", IN_PLACE, [FP32], ["--precision", "bf16"])
+    for name, project, replacements, flags in pipelines:
         script = copy("pipeline_cifar", project, tmp_path / f"{name}.py", FEWER, *replacements)
-        runs.append({"script": str(script), "flags": [*SMALL, "--output-dir", name], "processes": 2})
+        runs.append({"script": str(script), "flags": [*SMALL, *flags, "--output-dir", name], "processes": 2})
         expected.append((0, "step 2/2"))
     for name, (recipe, project, replacements, said) in PAIRS.items():
         script = copy(recipe, project, tmp_path / f"{name}.py", FEWER, *replacements)

@@ -4,13 +4,12 @@ import copy
 import json
 import sys
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from conftest import load
+from conftest import both_stages, load
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,10 +84,8 @@ def chained_stages():
     accelerator = Accelerator(cpu=not cuda, mixed_precision=precision)
     dtype = torch.float64 if precision == "no" else torch.float32
     whole = recipe.build_model(args).to(dtype)
-    blocks = recipe.cut(recipe.model_blocks(copy.deepcopy(whole)), args)
-    parts = ({name.replace(".", "/"): block for name, block in part.items()} for part in blocks)
-    first, last = (recipe.Stage(OrderedDict(part)).to(device) for part in parts)
-    first.autocast = last.autocast = accelerator.autocast
+    stages = both_stages(recipe, copy.deepcopy(whole), args, accelerator.autocast)
+    first, last = (stage.to(device) for stage in stages)
     images, labels = recipe.synthetic_images(batch_size, seed=4)
     images, labels = images.to(device).permute(0, 3, 1, 2).to(dtype).sub(128).div(64), labels.to(device)
     whole.to(device)
