@@ -161,14 +161,14 @@ def test_an_old_checkpoint_that_somebody_else_deletes_at_that_moment_is_no_error
 
 @pytest.mark.slow
 def test_the_others_wait_while_the_main_process_reads_a_large_checkpoint(tmp_path):
-    """By torch's default for half an hour, here for two seconds."""
+    """By torch's default for half an hour, here for a second."""
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 1, "--output-dir", "run"]
     first = {"processes": 2, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path, "flags": flags}
     source, line = first["script"].read_text(), "        checkpoint = torch.load(path"
     assert source.count(line) == 1
     script = tmp_path / "slow.py"
-    impatient = "distributed.distributed_c10d._get_default_timeout = lambda _: timedelta(seconds=2)\n\n\ndef main("
-    script.write_text(source.replace(line, f"        time.sleep(4)\n{line}").replace("def main(", impatient))
+    impatient = "distributed.distributed_c10d._get_default_timeout = lambda _: timedelta(seconds=1)\n\n\ndef main("
+    script.write_text(source.replace(line, f"        time.sleep(2)\n{line}").replace("def main(", impatient))
     resumed = {**first, "script": script, "flags": [*flags, "--resume", "auto"]}
     outcomes = forked([first, resumed], tmp_path)
     assert [codes for codes, _ in outcomes] == [[0, 0], [0, 0]], outcomes

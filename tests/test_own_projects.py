@@ -137,9 +137,9 @@ SECOND = [  # for half of the parameters, another optimizer
     run = Run(""",
     ),
 ]
+LAYOUTS = ("amp_cifar", 2), ("ddp_cifar", 2), ("ddp_cifar", 1)
 CASES = [
-    *[(project, "ddp_cifar", processes) for project in PROJECTS for processes in (1, 2)],
-    *[(project, "amp_cifar", 2) for project in PROJECTS],
+    *[(project, *layout) for project in PROJECTS for layout in LAYOUTS],  # the slowest first
     ("regression", "pipeline_cifar", 4),
     ("regression", "data_parallel_cifar", 1),
     ("regression", "sharded_cifar", 2),

@@ -77,7 +77,7 @@ def test_losses_and_weights_are_those_of_ddp(equal_runs, case):
 def gradients(tmp_path_factory):
     """{case: answer of programs/sharded_gradient.py}"""
     directory, runs = tmp_path_factory.mktemp("gradients"), []
-    cases = {"8": (8, 1, False, False), "2": (2, 1, True, True), "4": (4, 1, False, True), "2x2": (4, 2, False, True)}
+    cases = {"2x2": (4, 2, False, True), "8": (8, 1, False, False), "4": (4, 1, False, True), "2": (2, 1, True, True)}
     for case, (processes, *flags) in cases.items():
         script = ROOT / "tests/programs/sharded_gradient.py"
         flags = [str(flag) for flag in (directory / case, *flags)]

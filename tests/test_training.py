@@ -169,6 +169,7 @@ def long_runs(tmp_path_factory):
     """Side by side, on one core each: the compiler works on one for longer than most of the others take together."""
     directory = tmp_path_factory.mktemp("long")
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    cache["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # trying each instruction set takes longer than compiling
     short, real = ["--max-steps", 3, "--batch-size", 16], ["--data", "cifar10", "--data-dir", REAL_DATA]
     watched = {"plain": False, "dropout": 0}  # torch 2.11 does not compile the simple_cnn, an nn.Sequential
     runs = {

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import accelerate  # noqa: F401
@@ -152,10 +153,23 @@ def serve(request):
                 answers[number] = execution.answer()
                 free.append(slot)
                 del running[number]
+                if not waiting:
+                    spread(running, cores)
         time.sleep(0.01)
     return [answers[number] for number in sorted(answers)]
 
 
+def spread(running, cores):
+    """Give the last runs the cores of those that have ended, too. They have chosen their numbers of threads: one, where
+    there are as many processes as cores, before and after."""
+    for _, execution in running.values():
+        if execution.run["processes"] >= len(cores) > 0:
+            for thread in [path for pid in execution.ranks for path in Path(f"/proc/{pid}/task").glob("*")]:
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(thread.name), cores)
+
+
+resource_tracker.ensure_running()  # one for all, instead of one for each process
 gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
 while line := sys.stdin.readline():
     answer = json.dumps(serve(json.loads(line)))
