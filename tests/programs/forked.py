@@ -153,20 +153,8 @@ def serve(request):
                 answers[number] = execution.answer()
                 free.append(slot)
                 del running[number]
-                if not waiting:
-                    spread(running, cores)
         time.sleep(0.01)
     return [answers[number] for number in sorted(answers)]
-
-
-def spread(running, cores):
-    """Give the last runs the cores of those that have ended, too. They have chosen their numbers of threads: one, where
-    there are as many processes as cores, before and after."""
-    for _, execution in running.values():
-        if execution.run["processes"] >= len(cores) > 0:
-            for thread in [path for pid in execution.ranks for path in Path(f"/proc/{pid}/task").glob("*")]:
-                with contextlib.suppress(OSError):
-                    os.sched_setaffinity(int(thread.name), cores)
 
 
 resource_tracker.ensure_running()  # one for all, instead of one for each process
