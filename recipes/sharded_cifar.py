@@ -422,11 +422,14 @@ def reproducible(loaders, seed):
 
 def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
+    own = model.state_dict()
+    if not all(map(torch.is_tensor, own.values())):
+        exit_with_error("build_model: get_extra_state has to return a tensor, which model.safetensors can hold")
     if not model.training:
         exit_with_error("build_model: the model is in eval mode, as from_pretrained returns it: return model.train()")
     if args.weights is not None:
         try:
-            weights, own = utils.load_state_dict(args.weights), model.state_dict()  # runs no code
+            weights = utils.load_state_dict(args.weights)  # runs no code
             fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")

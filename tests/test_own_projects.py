@@ -501,6 +501,12 @@ OUTCOMES = {  # name: (what is replaced, flags, exit code, what is said); the la
         2,
         "build_model: the model is in eval mode",
     ),
+    "an extra state": (
+        [(LAYOUT, f"    nn.Sequential.get_extra_state = lambda self: 1\n{LAYOUT}")],
+        [],
+        2,
+        "build_model: get_extra_state has to return a tensor",
+    ),
     "other metrics in each batch": (
         [(LOSS, f'{LOSS}, f"{{time.perf_counter()}}": logits[:, 0]')],
         [],
