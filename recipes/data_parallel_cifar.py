@@ -52,13 +52,12 @@ def load_data(args, accelerator):
     """Return the DataLoaders of (images, labels) batches for training and test. Replace this with your own data.
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
-    map-style Dataset works, also with random transforms and workers: see `SeededSamples`.
+    map-style Dataset works, also with random transforms and workers: see `SeededSamples`; for a download, see `cifar10`.
     """
-    with accelerator.main_process_first(), accelerator.local_main_process_first():  # one process per machine downloads
-        if args.data == "synthetic":
-            train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
-        else:
-            train_set, test_set = cifar10(args.data_dir, train=True), cifar10(args.data_dir, train=False)
+    if args.data == "synthetic":
+        train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
+    else:
+        train_set, test_set = cifar10(args.data_dir, accelerator)
     train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
     test_set = ImageTensors(*test_set, accelerator.device)
     options = {"batch_size": args.batch_size, "collate_fn": tuple}  # ImageTensors makes whole batches
@@ -745,13 +744,18 @@ class ImageTensors(Dataset):
         return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2), self.labels[index]
 
 
-def cifar10(directory, train):
-    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it: (N, 32, 32, 3), (N,)."""
-    try:
-        dataset = torchvision.datasets.CIFAR10(directory, train=train, download=True)
-    except (OSError, RuntimeError) as error:
-        exit_with_error(f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic")
-    return torch.from_numpy(dataset.data), torch.tensor(dataset.targets)
+def cifar10(directory, accelerator):
+    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process per machine first:
+    (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
+    problem = None  # told below: no process may exit while others wait for it
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            sets = [torchvision.datasets.CIFAR10(directory, train=train, download=True) for train in (True, False)]
+        except (OSError, RuntimeError) as error:
+            problem = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic"
+    for problem in filter(None, utils.gather_object([problem])):
+        exit_with_error(problem)
+    return [(torch.from_numpy(dataset.data), torch.tensor(dataset.targets)) for dataset in sets]
 
 
 def synthetic_images(samples, seed):

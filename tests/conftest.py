@@ -201,4 +201,5 @@ def the_error_line(process):
     lines = [line for line in process.stderr.splitlines() if re.match(r"[a-z_]+_cifar: error: ", line)]
     assert len(lines) == 1, process.stdout + process.stderr
     assert "Traceback" not in process.stdout + process.stderr.partition(lines[0])[0]
+    assert "]: Traceback" not in process.stderr, f"of a rank that waited for another\n{process.stderr}"
     return lines[0]
