@@ -52,7 +52,7 @@ def load_data(args, accelerator):
     """Return the DataLoaders of (images, labels) batches for training and test. Replace this with your own data.
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
-    map-style Dataset works, also with random transforms and workers: see `SeededSamples`; for a download, see `cifar10`.
+    map-style Dataset works, also with random transforms and workers: see `SeededSamples`. To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -753,8 +753,8 @@ def cifar10(directory, accelerator):
             sets = [torchvision.datasets.CIFAR10(directory, train=train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             problem = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic"
-    for problem in filter(None, utils.gather_object([problem])):
-        exit_with_error(problem)
+    for found in filter(None, utils.gather_object([problem])):
+        exit_with_error(found)
     return [(torch.from_numpy(dataset.data), torch.tensor(dataset.targets)) for dataset in sets]
 
 
