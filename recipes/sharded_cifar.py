@@ -11,9 +11,9 @@ arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277). The training is that of d
 Accelerate's own FSDP plugin needs GPUs: it supplies processes, devices, data and optimizer here, torch the sharding.
 
 No GPU ever holds all parameters (but all gradients, with --accumulation-steps and without --sync-each-batch). The main
-process builds the whole model once, in CPU memory, and sends each rank its shards. If it does not fit there, skip
-`send_weights` and let each rank fill its shards: by the modules' `reset_parameters()` (the weights then depend on the
-world size), or by `dcp.load` from a checkpoint of this recipe or any folder of .safetensors files.
+process builds the whole model in CPU memory (beside --weights, if given), and sends each rank its shards. If it does
+not fit there, skip `send_weights` and let each rank fill its shards: by the modules' `reset_parameters()` (the weights
+then depend on the world size), or by `dcp.load` from a checkpoint of this recipe or any folder of .safetensors files.
 
 BatchNorm normalises over a process's own batch, as in ddp_cifar.py. Its running statistics are not sharded, and every
 process has its own: all evaluate with the main process's, which are those that are saved.
@@ -22,7 +22,9 @@ To make this file yours, replace `load_data`, `build_model` and `compute_loss`, 
 "machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
 --data-dir, --model, --stem and the data sets at the end are specific to this example.
 `shard_units` has to know your model's blocks, and `build_model` is called on the meta device, too: no `.item()` there,
-and buffers, not plain tensors. On several machines the output directory has to be one that all share.
+buffers instead of plain tensors, and no parameters without dimensions, which FSDP cannot shard. With
+--activation-checkpointing, forward passes must not change other buffers than running statistics: they are repeated.
+On several machines the output directory has to be one that all share.
 """
 
 import argparse
@@ -139,7 +141,7 @@ def shard(model, args, mesh, bf16):
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model.to(memory_format=torch.contiguous_format)  # FSDP requires it; activations stay channels_last
     for unit in [*shard_units(model), model]:
-        norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
         if args.activation_checkpointing and unit is not model:
             checkpoint_activations(unit, norms)
         own = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
@@ -152,7 +154,7 @@ def shard(model, args, mesh, bf16):
 
 def checkpoint_activations(unit, norms):
     """Keep only the inputs of a unit's forward pass; the backward pass repeats it, without counting its batch in the
-    running statistics of its BatchNorms, `norms`, once more."""
+    running statistics of its BatchNorms and InstanceNorms, `norms`, once more."""
 
     @contextmanager
     def frozen_statistics():
@@ -254,12 +256,15 @@ def save_weights(model, path, is_main_process):
         header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     header = json.dumps(header).encode()
     header += b" " * (-len(header) % 8)
-    with open(path if is_main_process else os.devnull, "wb") as file:
+    temporary = path.with_suffix(".tmp")  # an earlier one stays until this is whole
+    with open(temporary if is_main_process else os.devnull, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for _, value in values:
             whole = value.full_tensor() if isinstance(value, DTensor) else value  # in which all processes take part
             whole = whole.detach().cpu()  # on all of them: none may run ahead of the file
             file.write(whole.flatten().view(torch.uint8).numpy() if is_main_process else b"")
+    if is_main_process:
+        temporary.replace(path)
 
 
 def main():

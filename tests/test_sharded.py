@@ -102,6 +102,14 @@ def test_a_process_holds_its_share_and_at_most_one_block_more(gradients, process
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["2", "4", "8", "2x2"])
+def test_one_unit_is_whole_at_a_time_in_the_forward_and_the_backward_pass(gradients, case):
+    """Beside the one that is prefetched, and the parameters that are in no unit."""
+    unit, root, gathered = (gradients[case][key] for key in ("unit", "root", "gathered"))
+    assert unit <= gathered <= 2 * unit + root < gradients[case]["whole"] / 3
+
+
+@pytest.mark.slow
 def test_two_replicas_hold_the_model_twice(gradients):
     held, whole = (gradients["2x2"][key] for key in ("held", "whole"))
     assert 2 * min(held) >= whole > max(held)
@@ -227,7 +235,7 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
 
 
 # A save has some 45 moments in the main process: shards until 35, run.pt until 41, the rename at 42, then the next.
-MOMENTS = (0, 2, 5, 20, 34, 36, 38, 40, 41, 42, 43, 45, 60, 86, 88, 90, 131, 133)
+MOMENTS = (0, 2, 5, 20, 34, 36, 37, 38, 40, 41, 42, 43, 45, 60, 86, 88, 90, 131, 133)
 KILLS = [*((0, moment) for moment in MOMENTS), (1, 1), (1, 3), (1, 9)]
 
 

@@ -4,7 +4,8 @@ One step of ResNet-50 in float64, sharded by the recipe's functions, and in the 
 model, over the same samples divided in the same way: BatchNorm normalises over a process's batch. Where the gradients
 are not compared, in float32, of which half as much goes through the sockets.
 Writes the largest deviation of a gradient, the largest gradient, how many bytes each process holds of parameters,
-gradients and momentum, how many the whole model has, and how many the parameters of the largest unit.
+gradients and momentum, how many the whole model has, how many the parameters of the largest unit and of what is in
+none, and the most that were whole at a time.
 """
 
 import json
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator, utils
 from conftest import load, undo_zero_init
+from torch.distributed.tensor import DTensor
 
 BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1 and -1 of them
 
@@ -26,13 +28,34 @@ args = SimpleNamespace(
     model="resnet50", stem="imagenet", replicas=replicas, activation_checkpointing=checkpointing, cpu_offload=False
 )
 mesh = recipe.make_mesh(accelerator, args)
+
+
+def size(parameter):
+    return parameter.numel() * parameter.element_size()
+
+
 torch.manual_seed(0)
 whole = undo_zero_init(recipe.build_model(args).to(dtype)) if accelerator.is_main_process else None
 with torch.device("meta"):
     model = recipe.build_model(args).to(dtype)
-unit = max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in recipe.shard_units(model))
+units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(model)]
+unit, root = max(units), sum(size(p) for p in model.parameters()) - sum(units)
 recipe.shard(model, args, mesh, bf16=False)
 recipe.send_weights(whole, model, accelerator, mesh, offload=False)
+gathered = []
+
+
+def watch(*_):
+    gathered.append(sum(size(p) for p in model.parameters() if not isinstance(p, DTensor)))
+
+
+def watch_backward(module, inputs, output):
+    output.register_hook(watch)
+
+
+for module in model.modules():
+    module.register_forward_pre_hook(watch)
+    module.register_forward_hook(watch_backward)
 images, labels = recipe.synthetic_images(BATCH * accelerator.num_processes, seed=4)
 images = images.permute(0, 3, 1, 2).to(dtype).sub(128).div(64)
 batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
@@ -54,7 +77,8 @@ if accelerator.is_main_process:
     reference = recipe.Shards(whole, whole_optimizer := make_optimizer(whole), "cpu")
     expected = {name: p.grad.clone() for name, p in whole.named_parameters() if name in gradients}
     whole_optimizer.step()
-    answer = {"held": held, "whole": sum(reference.held.values()), "unit": unit}
+    answer = {"held": held, "whole": sum(reference.held.values()), "unit": unit, "root": root}
+    answer["gathered"] = max(gathered)
     if compared:
         answer["deviation"] = max((gradients[name] - value).abs().max().item() for name, value in expected.items())
         answer["largest"] = max(value.abs().max().item() for value in expected.values())

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import watched
 
@@ -42,6 +43,8 @@ def watch_order(event, arguments):
             print("saved over the remains of another save:", *files)
 
 
+for checkpoint in Path(run["directory"]).glob("step-*"):
+    watched.load("recipes/sharded_cifar.py").ShardedRun.read(checkpoint)  # which raises an error if it is not whole
 sys.addaudithook(watch_order)
 if os.environ.get("RANK", "0") == str(rank):
     os.fsync = counted_fsync
