@@ -144,6 +144,74 @@ def test_repeated_forward_passes_change_nothing_not_even_batchnorms_statistics(p
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
+COUNTED = """
+import inspect
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+plain_model, train, reduce, normalise = build_model, main, _fsdp_param_group.foreach_reduce, nn.InstanceNorm2d.forward
+signature, dtypes, passes = inspect.signature(reduce), [], []
+
+
+def build_model(args):
+    model = plain_model(args)
+    model[0].append(nn.InstanceNorm2d(64, affine=True, track_running_stats=True))
+    print("built on", next(model.parameters()).device.type)
+    return model
+
+
+def counted_reduce(*arguments, **options):
+    dtypes.append(signature.bind(*arguments, **options).arguments["reduce_dtype"])
+    return reduce(*arguments, **options)
+
+
+def counted_forward(norm, x):
+    passes.append(norm.training)
+    return normalise(norm, x)
+
+
+_fsdp_param_group.foreach_reduce, nn.InstanceNorm2d.forward = counted_reduce, counted_forward
+
+
+def main():
+    train()
+    Path(f"counted.{os.environ['RANK']}").write_text(json.dumps([len(dtypes), str(set(dtypes)), sum(passes)]))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_built_reduced_and_repeated(tmp_path):
+    """On two processes: who builds the model where, how often gradients are reduced, and in what precision, and how
+    often a unit's forward pass runs. Three steps of four microbatches."""
+    script, end = tmp_path / "counted.py", '\nif __name__ == "__main__":'
+    script.write_text((ROOT / "recipes/sharded_cifar.py").read_text().replace(end, COUNTED + end))
+    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 8, "--max-steps", 3]
+    flags += ["--accumulation-steps", 4, "--output-dir", "run"]
+    cases = {
+        "bf16": ["--precision", "bf16"],
+        "bf16 each": ["--precision", "bf16", "--sync-each-batch"],
+        "fp32": [],
+        "fp32 twice": ["--activation-checkpointing"],
+    }
+    runs = []
+    for name, own in cases.items():
+        (tmp_path / name).mkdir()
+        runs.append({"processes": 2, "script": script, "directory": tmp_path / name, "flags": [*flags, *own]})
+    for codes, output in forked(runs, tmp_path, together=2):
+        assert codes == [0, 0], output
+        assert (output.count("built on cpu"), output.count("built on meta")) == (1, 2)
+    counted = {
+        name: [json.loads((tmp_path / name / f"counted.{rank}").read_text()) for rank in (0, 1)] for name in cases
+    }
+    assert all(one == other for one, other in counted.values())
+    reductions, dtypes, passes = ({name: count[0][part] for name, count in counted.items()} for part in range(3))
+    assert reductions["bf16"] >= 9 and reductions["bf16 each"] == 4 * reductions["bf16"]
+    assert "bfloat16" not in dtypes["bf16"] and "float32" in dtypes["bf16"]
+    assert (passes["fp32"], passes["fp32 twice"]) == (12, 24)
+    weights, expected = (load_file(tmp_path / name / "run/model.safetensors") for name in ("fp32 twice", "fp32"))
+    assert expected["0.3.running_mean"].abs().max() > 0
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what_a_process_holds(tmp_path):
     flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 8, "--max-steps", 1]
