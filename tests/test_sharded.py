@@ -154,7 +154,7 @@ signature, dtypes, passes = inspect.signature(reduce), [], []
 
 def build_model(args):
     model = plain_model(args)
-    model[0].append(nn.InstanceNorm2d(64, affine=True, track_running_stats=True))
+    model[0].insert(1, nn.InstanceNorm2d(64, affine=True, track_running_stats=True))
     print("built on", next(model.parameters()).device.type)
     return model
 
@@ -208,8 +208,8 @@ def test_what_is_built_reduced_and_repeated(tmp_path):
     assert "bfloat16" not in dtypes["bf16"] and "float32" in dtypes["bf16"]
     assert (passes["fp32"], passes["fp32 twice"]) == (12, 24)
     weights, expected = (load_file(tmp_path / name / "run/model.safetensors") for name in ("fp32 twice", "fp32"))
-    assert expected["0.3.running_mean"].abs().max() > 0
-    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert expected["0.1.running_mean"].abs().max() > 1e-3
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)  # torch averages InstanceNorm's copies again
 
 
 @pytest.mark.slow
