@@ -230,6 +230,25 @@ def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what
     assert len(summary["rank_peak_memory_bytes"]) == 2
 
 
+@pytest.mark.slow
+def test_weights_that_are_there_survive_a_kill_and_can_be_evaluated(tmp_path):
+    """A finished run that is resumed writes them again, and is killed before the first tensor."""
+    original, killed = ROOT / "recipes/sharded_cifar.py", tmp_path / "killed.py"
+    source, line = original.read_text(), "            whole = whole.detach().cpu()"
+    assert source.count(line) == 1
+    killed.write_text(source.replace(line, f"            os.kill(os.getpid(), signal.SIGKILL)\n{line}"))
+    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32, "--max-steps", 3]
+    again, weights = ["--output-dir", "run", "--resume", "auto"], ["--weights", "run/model.safetensors"]
+    common = {"processes": 2, "directory": tmp_path}
+    first, evaluated = ["--output-dir", "run"], ["--output-dir", "evaluated", "--epochs", 0, *weights]
+    steps = (original, first), (killed, again), (original, evaluated), (original, again)
+    answers = forked([{**common, "script": script, "flags": [*flags, *own]} for script, own in steps], tmp_path)
+    assert [set(codes) for codes, _ in answers] == [{0}, {-9}, {0}, {0}], answers
+    ours, theirs = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("evaluated", "run"))
+    assert ours["test_loss"] == theirs["test_loss"] and ours["steps"] == 0
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
 def checkpoint(folder):
     """A checkpoint's content, without what differs between two equal runs: the header of a shard is in any order."""
     rest = content(folder / "run.pt")
