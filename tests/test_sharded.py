@@ -10,6 +10,7 @@ import torch
 import torchvision
 from conftest import PROGRAMS, ROOT, forked, load, outputs
 from safetensors.torch import load_file
+from test_own_projects import FEWER, copy
 from test_resume import assert_identical, batches, content, untimed
 from torch import nn
 
@@ -182,8 +183,7 @@ def main():
 def test_what_is_built_reduced_and_repeated(tmp_path):
     """On two processes: who builds the model where, how often gradients are reduced, and in what precision, and how
     often a unit's forward pass runs. Three steps of four microbatches."""
-    script, end = tmp_path / "counted.py", '\nif __name__ == "__main__":'
-    script.write_text((ROOT / "recipes/sharded_cifar.py").read_text().replace(end, COUNTED + end))
+    script = copy("sharded_cifar", COUNTED, tmp_path / "counted.py", FEWER)
     flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 8, "--max-steps", 3]
     flags += ["--accumulation-steps", 4, "--output-dir", "run"]
     cases = {
@@ -233,10 +233,10 @@ def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what
 @pytest.mark.slow
 def test_weights_that_are_there_survive_a_kill_and_can_be_evaluated(tmp_path):
     """A finished run that is resumed writes them again, and is killed before the first tensor."""
-    original, killed = ROOT / "recipes/sharded_cifar.py", tmp_path / "killed.py"
-    source, line = original.read_text(), "            whole = whole.detach().cpu()"
-    assert source.count(line) == 1
-    killed.write_text(source.replace(line, f"            os.kill(os.getpid(), signal.SIGKILL)\n{line}"))
+    line = "            whole = whole.detach().cpu()"
+    death = line, f"            os.kill(os.getpid(), signal.SIGKILL)\n{line}"
+    original = copy("sharded_cifar", "", tmp_path / "original.py", FEWER)
+    killed = copy("sharded_cifar", "", tmp_path / "killed.py", FEWER, death)
     flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32, "--max-steps", 3]
     again, weights = ["--output-dir", "run", "--resume", "auto"], ["--weights", "run/model.safetensors"]
     common = {"processes": 2, "directory": tmp_path}
