@@ -88,6 +88,7 @@ def interrupt(recipe, processes, name, target, directory, *flags):
 # What the launcher answers, and what it shows as the processes' exit code, where it is still there to show it.
 CASES = {
     ("ddp_cifar", 2, "SIGTERM", "launcher"): (1, None),
+    ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
     ("amp_cifar", 2, "SIGHUP", "group"): (1, None),
     ("pipeline_cifar", 2, "SIGUSR1", 1): (1, 138),
     ("data_parallel_cifar", 1, "SIGTERM", "launcher"): (-signal.SIGTERM, None),
