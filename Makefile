@@ -34,13 +34,13 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 	set -x; $(LAUNCH)/$$how recipes/ddp_cifar.py $(ARGS)
 
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" passes flags on
-	$(BIN)/python recipes/bench.py $(ARGS)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 gpu-report: $(READY)  ## tests and measurements on this machine's GPU in nine minutes; ARGS="--minutes 20" passes flags on
-	$(BIN)/python tests/gpu_report.py $(ARGS)
+	$(BIN)/python benchmarks/gpu_report.py $(ARGS)
 
-results:  ## make the tables and the curve from bench_results/ and put them into README.md
-	$(PYTHON) tests/results.py
+results:  ## make the tables and the curve from benchmarks/results/ and put them into the pages
+	$(PYTHON) benchmarks/make_results.py
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
 	$(BIN)/python -m pytest $(ARGS)

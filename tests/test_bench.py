@@ -17,7 +17,7 @@ from conftest import ROOT, forked, load, wait_until
 from torch.utils.flop_counter import FlopCounterMode
 
 SMALL = ["--model", "simple_cnn", "--batch-size", "8", "--warmup-steps", "1", "--steps", "4"]
-bench, plain = load("recipes/bench.py"), load("recipes/plain_ddp_cifar.py")
+bench, plain = load("benchmarks/bench.py"), load("recipes/plain_ddp_cifar.py")
 
 
 def measured(recipe, processes, *rates):
@@ -57,7 +57,7 @@ def main(tmp_path, monkeypatch):
 def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
     """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would train for an hour."""
     recipes = ["PYTHONHOME=/nowhere ddp_cifar", "plain_ddp_cifar --measure 4 0 --workers 0", "ddp_cifar"]
-    command = [sys.executable, ROOT / "recipes/bench.py", *SMALL, "--recipes", *recipes, "--processes", 2]
+    command = [sys.executable, ROOT / "benchmarks/bench.py", *SMALL, "--recipes", *recipes, "--processes", 2]
     process = subprocess.Popen(
         list(map(str, [*command, "--seconds", 3600, "--output-dir", tmp_path / "out"])),
         env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "80"},
@@ -244,7 +244,7 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
         {"processes": 1, "flags": ["--overhead", "amp_cifar", *SMALL, "--rounds", 1]},
     ]
     for index, described in enumerate(runs):
-        described |= {"script": ROOT / "recipes/bench.py", "directory": tmp_path / str(index)}
+        described |= {"script": ROOT / "benchmarks/bench.py", "directory": tmp_path / str(index)}
         described["flags"] = list(map(str, described["flags"]))
         described["directory"].mkdir()
     answers = forked(runs, tmp_path)

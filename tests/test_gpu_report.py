@@ -92,7 +92,7 @@ def test_ctrl_c_ends_what_runs_and_writes_what_is_there(report, tmp_path):
 
 @pytest.mark.slow
 def test_the_training_at_the_end_writes_its_curve(tmp_path):
-    program = [sys.executable, ROOT / "tests/programs/report.py", "training", "--rehearse", "--folder", tmp_path]
+    program = [sys.executable, ROOT / "benchmarks/gpu_report_parts.py", "training", "--rehearse", "--folder", tmp_path]
     process = run([*program, "--seconds", 30, "--data-dir", tmp_path], **PROGRAMS)
     (evaluation,) = json.loads((tmp_path / "training.json").read_text())["rows"]
     assert 0 <= evaluation["test_accuracy"] <= 1, process.stdout

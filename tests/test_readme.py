@@ -12,14 +12,14 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, load, train_forked
-from results import LONG, PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
+from make_results import LONG, PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
 from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 README, MEASUREMENTS = (page.read_text() for page in PAGES)
-COMMAND = r"(?:^|`)((?:accelerate launch|python|sbatch|torchrun) .*?recipes/[^`\n]*)"
+COMMAND = r"(?:^|`)((?:accelerate launch|python|sbatch|torchrun) .*?(?:recipes|benchmarks)/[^`\n]*)"
 COMMANDS = {page: set(re.findall(COMMAND, page, re.MULTILINE)) for page in (README, MEASUREMENTS)}
 
 
@@ -76,7 +76,7 @@ def test_the_functions_named_are_there_above_the_machinery():
 def test_the_result_tables_are_those_of_the_result_files():
     for page, tables in ((README, 1), (MEASUREMENTS, 2)):
         assert filled(page) == page, "run make results"
-        assert page.count("<!-- end -->") == len(re.findall("<!-- bench_results/", page)) == tables
+        assert page.count("<!-- end -->") == len(re.findall("<!-- benchmarks/results/", page)) == tables
     assert (table := (RESULTS / "accuracy.md").read_text()) == accuracy_table(RESULTS / "accuracy")
     shown = re.findall(r"^\| [\d.%, ]+ \| [\d, ]+ \| `accelerate launch .*$", README, re.MULTILINE)
     assert shown and set(shown) <= set(table.splitlines())
@@ -122,11 +122,11 @@ def test_every_launch_line_trains(tmp_path):
 
 def test_every_other_command_is_one_that_is_run_elsewhere(monkeypatch):
     """By test_bench.py, test_slurm.py, test_hosts.py and test_recipes.py, with these flags or others."""
-    bench, count = load("recipes/bench.py"), 0
+    bench, count = load("benchmarks/bench.py"), 0
     for command in COMMANDS[README] | COMMANDS[MEASUREMENTS]:
-        program = re.search(r"recipes/(\w+\.\w+)", command)[1]
+        program = re.search(r"(?:recipes|benchmarks)/(\w+\.\w+)", command)[1]
         if program == "bench.py":
-            monkeypatch.setattr(sys, "argv", shlex.split(command.partition("recipes/")[2]))
+            monkeypatch.setattr(sys, "argv", shlex.split(command.partition("benchmarks/")[2]))
             assert bench.parse_args(), command
             count += 1
         elif program not in ("plain_ddp_cifar.py", "submit_job.sh") and not command.startswith("torchrun"):

@@ -1,7 +1,7 @@
-"""Run by programs/report.py, as a process of forked.py: measured.py CHANGE STEPS SECONDS RECIPE FLAGS...
+"""Run by gpu_report_parts.py, as a process of forked.py: timed_training.py CHANGE STEPS SECONDS RECIPE FLAGS...
 
 A recipe as bench.py measures it (`run_recipe`), with one thing changed, or timed; "epoch" is its own `main`. Writes
-what it has timed to measured.json: {name: the seconds of every time}.
+what it has timed to timings.json: {name: the seconds of every time}.
 """
 
 import json
@@ -17,14 +17,14 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 change, *arguments = sys.argv[1:]
 name = arguments[2]
-bench, seconds, sys.argv = load("recipes/bench.py"), defaultdict(list), [name, *arguments[3:]]
+bench, seconds, sys.argv = load("benchmarks/bench.py"), defaultdict(list), [name, *arguments[3:]]
 recipe, cuda = bench.load(name), torch.cuda.is_available()
 bench.load = lambda name: recipe
 DDP, SGD = torch.nn.parallel.DistributedDataParallel, torch.optim.SGD
 
 
 def write():
-    Path("measured.json").write_text(json.dumps(seconds))
+    Path("timings.json").write_text(json.dumps(seconds))
 
 
 def wait():

@@ -1,6 +1,6 @@
-"""Put the measurements into README.md and bench_results/README.md: `make results`.
+"""Put the measurements into README.md and benchmarks/README.md: `make results`.
 
-bench_results/accuracy.md is the table of the summaries in bench_results/accuracy/, by command and seed; long.svg is the
+In benchmarks/results/, accuracy.md is the table of the summaries in accuracy/, by command and seed; long.svg is the
 learning curve of the one whose metrics are there, too. Between `<!-- FILE -->` and `<!-- end -->` stands FILE's text;
 after `<!-- FILE short -->` only the measured rows of its table, its command and its hardware.
 test_readme.py compares pages and files with what this makes.
@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench_results"
+RESULTS = ROOT / "benchmarks/results"
 LONG = RESULTS / "accuracy/ten-0.1-0.json"
-PAGES = [ROOT / "README.md", RESULTS / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
 
 
 def launch_line(summary):
@@ -103,7 +103,7 @@ def filled(page):
         content = (ROOT / file).read_text().strip()
         return f"{marker}\n{short(content) if shortened else content}\n{end}"
 
-    return re.sub(r"(<!-- (bench_results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)", block, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- (benchmarks/results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)", block, page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Run by gpu_report.py: report.py PART --folder FOLDER --seconds SECONDS --data-dir DIR [--rehearse]: one of `PARTS`.
+"""The parts of gpu_report.py, which runs one of `PARTS` at a time, as a process:
+
+    gpu_report_parts.py PART --folder FOLDER --seconds SECONDS --data-dir DIR [--rehearse]
 
 Each writes its notes and rows to FOLDER/PART.json as soon as it has them, and exits with 1 if a measurement failed.
 """
@@ -17,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from conftest import PROGRAMS, ROOT, fork_server, forked, free_port
-from results import curve
+from make_results import curve
 
 STARTED = time.monotonic()
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -61,7 +63,7 @@ def measure(*configurations, change="nothing", steps=None, ranked=False):
             script, more = ROOT / f"recipes/{name}.py", ["--world_size", 1, "--warmup-steps", warmup]
             more += ["--measure", least, seconds]
         else:
-            script, more = ROOT / "tests/programs/measured.py", [change, least, seconds, name, "--log-every", warmup]
+            script, more = ROOT / "benchmarks/timed_training.py", [change, least, seconds, name, "--log-every", warmup]
             more += ["--epochs", 1]
         run = {"processes": 1, "script": script, "directory": directory, "flags": [*more, *flags]}
         run["env"] = {**ONE_RANK, "MASTER_PORT": str(free_port())} if ranked else {}
@@ -159,7 +161,7 @@ def compiled(report):
 def timings():
     """Return {name: seconds of every time} that the last run has written, and its folder."""
     last = max((args.folder / "runs").glob(f"{args.part}-*"), key=os.path.getmtime)
-    return json.loads((last / "measured.json").read_text()), last
+    return json.loads((last / "timings.json").read_text()), last
 
 
 def profile(report):
@@ -180,7 +182,7 @@ def profile(report):
         report.add(precision="torch.profiler", **answer)
         return
     for path in timings()[1].glob("*"):
-        if path.is_file() and path.name != "measured.json":
+        if path.is_file() and path.name != "timings.json":
             report.note(f"torch.profiler: {shutil.move(path, args.folder / f'profile-{path.name}').name}")
 
 

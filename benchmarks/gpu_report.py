@@ -1,10 +1,10 @@
 """Tests and measurements on this machine's GPU in one go: `make gpu-report`.
 
-    python tests/gpu_report.py
-    python tests/gpu_report.py --minutes 20 --data-dir data --folder runs/h200
-    python tests/gpu_report.py --rehearse
+    python benchmarks/gpu_report.py
+    python benchmarks/gpu_report.py --minutes 20 --data-dir data --folder runs/h200
+    python benchmarks/gpu_report.py --rehearse
 
-The parts (see programs/report.py) are processes of their own, in order of importance, with what time they may take at
+The parts (see gpu_report_parts.py) are processes of their own, in order of importance, with what time they may take at
 most. After each of them report.md and results.json in the folder are written anew; NAME.log has what a part printed.
 A part that fails or takes too long keeps what it has measured, and the others go on; what no time is left for is
 dropped. The exit status is 1 if a part failed or was dropped, and 130 after Ctrl-C.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-PROGRAM = Path(__file__).parent / "programs/report.py"
+PROGRAM = Path(__file__).parent / "gpu_report_parts.py"
 RESERVED = 60  # seconds that no part but the last one may take
 # At most so many seconds of each part. Those of the first group run together: nothing in it is timed.
 GROUPS = [

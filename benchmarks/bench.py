@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the recipes on this machine: `make bench`, about ten minutes.
 
-    python recipes/bench.py
-    python recipes/bench.py --recipes plain_ddp_cifar "ddp_cifar --compile" --processes 1 2 --data cifar10
-    python recipes/bench.py --predict 450
-    accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/bench.py --overhead amp_cifar
+    python benchmarks/bench.py
+    python benchmarks/bench.py --recipes plain_ddp_cifar "ddp_cifar --compile" --processes 1 2 --data cifar10
+    python benchmarks/bench.py --predict 450
+    accelerate launch --config_file accelerate_configs/2gpu.yaml benchmarks/bench.py --overhead amp_cifar
 
 A configuration is a recipe, with flags, on a number of processes. All of them run once per round, so that a machine
 whose speed drifts treats them alike, and ratios are taken within a round. A run is the recipe's own `main` under
@@ -44,7 +44,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "plain_ddp_cifar"
 RECIPES = [BASELINE, "data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 GPUS = torch.cuda.device_count()
@@ -96,7 +96,7 @@ class Configuration:
         flags += ["--batch-size", args.batch_size, "--output-dir", output_dir, *(() if GPUS else ["--cpu"])]
         processes, least = self.processes, [args.steps, args.seconds]
         if self.name == BASELINE:
-            line = [sys.executable, HERE / f"{BASELINE}.py", "--world_size", processes]
+            line = [sys.executable, ROOT / "recipes" / f"{BASELINE}.py", "--world_size", processes]
             line += ["--warmup-steps", args.warmup_steps, "--measure", *least]
         else:
             if self.name == "data_parallel_cifar":
@@ -104,7 +104,7 @@ class Configuration:
                 processes = 1
             if self.name == "pipeline_cifar":  # whose batch is that of a pipeline, two processes
                 flags += ["--batch-size", 2 * args.batch_size]
-            config = HERE.parent / "accelerate_configs" / f"{processes}gpu.yaml"
+            config = ROOT / "accelerate_configs" / f"{processes}gpu.yaml"
             line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
             line += [__file__, "run", *least, self.name, "--log-every", args.warmup_steps, "--epochs", 1]
         return list(map(str, [*line, *flags, *self.flags]))
@@ -179,7 +179,7 @@ def stop(process):
 
 def load(name):
     """Import a recipe from its file."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     recipe = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     return recipe
@@ -439,7 +439,7 @@ def notes(args):
 
 
 def commit():
-    command = ["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"]
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     except FileNotFoundError:
@@ -447,7 +447,7 @@ def commit():
 
 
 def markdown(configurations, computed, args):
-    command = shlex.join(["python", "recipes/bench.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/bench.py", *sys.argv[1:]])
     lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *rows(configurations, computed)]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     return f"{text}\n\n`{command}`\n\n" + "\n".join(f"- {line}" for line in notes(args)) + "\n"
@@ -534,7 +534,7 @@ def parse_args():
     add(how, "--seconds", "measured in each run, at least", type=float, default=10 if GPUS else 0)
     add(how, "--warmup-steps", "the first of them, which are not measured", type=int, default=20 if GPUS else 2)
     add(how, "--timeout", "seconds after which a run is given up", type=float, default=900)
-    add(how, "--output-dir", "for the result files", default="bench_results")
+    add(how, "--output-dir", "for the result files", default="benchmarks/results")
     more = parser.add_argument_group("beyond the configurations")
     add(more, "--predict", "what more devices should give on links of this bandwidth", type=float, metavar="GB/S")
     recipes = ("ddp_cifar", "amp_cifar")
