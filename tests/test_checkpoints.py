@@ -65,7 +65,7 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_one_stays(tmp_path):
 
     (directory / "metrics.jsonl").unlink()
     (directory / "metrics.jsonl").symlink_to("/dev/full")
-    program = [sys.executable, ROOT / "tests/programs/watched.py", json.dumps(resumed, default=str)]
+    program = [sys.executable, ROOT / "tests/programs/disturbed_training.py", json.dumps(resumed, default=str)]
     full = run(["bash", "-c", 'ulimit -f 20; exec "$@"', "-", *program], check=False, **PROGRAMS)
     line = the_error_line(full)
     assert "cannot write step-00000004.pt" in line and "File too large" in line and "--resume" in line

@@ -29,10 +29,10 @@ def environment(device):
     return {**PROGRAMS, **(VISIBLE if device == "cuda" else {}), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def observed(device, directory, runs):
-    """{name: what is left} of runs {name: (processes, recipe, flags, what programs/observed.py takes)}; those that need
-    more GPUs than there are left out."""
-    described, scripts = {}, []
+def train_on(device, directory, runs):
+    """{name: what is left} of runs {name: (processes, recipe, flags, what training_on_device.py takes)}. Left out are
+    those that need more GPUs than there are."""
+    described, scripts, program = {}, [], ROOT / "tests/programs/training_on_device.py"
     for name, (processes, recipe, flags, more) in runs.items():
         if device == "cuda" and more.get("gpus", processes) > GPUS:
             continue
@@ -47,14 +47,14 @@ def observed(device, directory, runs):
         }
         described[name] = one
         (directory / name).mkdir()
-        script = {"processes": processes, "script": ROOT / "tests/programs/observed.py", "directory": directory / name}
+        script = {"processes": processes, "script": program, "directory": directory / name}
         script["env"] = {} if processes > 1 or more.get("alone") else one_rank()
         scripts.append({**script, "flags": [json.dumps(one, default=str)], "patience": 240})
     results = {}
     for name, (codes, output) in zip(described, forked(scripts, directory, 2, **environment(device)), strict=True):
         results[name] = SimpleNamespace(codes=codes, output=output, directory=directory / name)
         if set(codes) == {0}:
-            results[name].seen = json.loads((directory / name / "observed.0").read_text())
+            results[name].seen = json.loads((directory / name / "seen.0").read_text())
             vars(results[name]).update(outputs(directory / name))
     return results
 
@@ -86,13 +86,13 @@ def trained(request, tmp_path_factory):
     device = request.param
     require(device)
     directory = tmp_path_factory.mktemp(device)
-    results, again = observed(device, directory, RUNS), {}
+    results, again = train_on(device, directory, RUNS), {}
     for name, (*described, more, step) in AGAIN.items():
         processes, recipe, flags = described
         (checkpoint,) = (directory / name).glob(f"step-{step:08}*")  # sharded, it is a folder
         flags = [*flags, "--resume", checkpoint]
         again[f"{name} resumed"] = processes, recipe, flags, more
-    results |= observed(device, directory, again)
+    results |= train_on(device, directory, again)
     for name, result in results.items():
         assert name in ("step", "compilation", "evaluation") or result.codes == [0], result.output
     return device, results
@@ -179,7 +179,7 @@ def equal(request, tmp_path_factory):
     runs = {name: (*described, {"plain": True, **more}) for name, (*described, more) in EQUAL.items()}
     if device == "cpu":
         runs = {name: runs[name] for name in runs if not name.startswith(("offloaded", "cpu"))}
-    return device, observed(device, tmp_path_factory.mktemp(device), runs)
+    return device, train_on(device, tmp_path_factory.mktemp(device), runs)
 
 
 @pytest.mark.parametrize("name", [name for name in EQUAL if name != "one rank"])
@@ -198,11 +198,11 @@ def test_losses_are_those_of_one_rank(equal, name):
 
 def test_cpu_processes_leave_no_context_on_the_gpu(equal):
     device, runs = equal
-    seen = [json.loads(path.read_text())["context"] for path in runs["one rank"].directory.glob("observed.*")]
+    seen = [json.loads(path.read_text())["context"] for path in runs["one rank"].directory.glob("seen.*")]
     assert seen == [device == "cuda"], "a context on the GPU is not seen"
     if device == "cpu":
         pytest.skip("needs a GPU")
-    seen = [json.loads((runs["cpu"].directory / f"observed.{rank}").read_text()) for rank in (0, 1)]
+    seen = [json.loads((runs["cpu"].directory / f"seen.{rank}").read_text()) for rank in (0, 1)]
     assert [(one["context"], one["backend"]) for one in seen] == [(False, "gloo")] * 2
 
 
@@ -215,12 +215,12 @@ PARTS = [
 
 @pytest.fixture(scope="module", params=DEVICES)
 def parts(request, tmp_path_factory):
-    """(device, {(part, precision): answer of programs/parts.py})"""
+    """(device, {(part, precision): answer of programs/parts_on_device.py})"""
     device = request.param
     require(device)
     directory, runs, answers = tmp_path_factory.mktemp(device), [], {}
     for index, part in enumerate(PARTS):
-        script = {"processes": 1, "script": ROOT / "tests/programs/parts.py", "directory": directory}
+        script = {"processes": 1, "script": ROOT / "tests/programs/parts_on_device.py", "directory": directory}
         script["env"] = one_rank() if part[0] == "synchronisations" else {}
         runs.append({**script, "flags": [directory / f"{index}.json", part[0], device, part[1]]})
     for index, (codes, output) in enumerate(forked(runs, directory, 2, **environment(device))):

@@ -149,7 +149,7 @@ def test_a_killed_rank_is_named_and_the_launcher_restarts_the_run_to_the_same_en
     ((codes, output),) = forked([whole], directory)
     assert codes == [0, 0], output
     killed = {**common, "directory": directory / "killed", "disturbances": {"1": [13, "SIGKILL"]}}
-    program = ROOT / "tests/programs/watched.py"
+    program = ROOT / "tests/programs/disturbed_training.py"
     alone = json.dumps({**killed, "directory": directory / "alone"}, default=str)
     command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--max_restarts", "2", program]
     command.append(json.dumps(killed, default=str))

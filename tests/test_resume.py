@@ -113,7 +113,8 @@ def test_stopped_and_resumed_through_the_launcher(tmp_path):
     """The launcher answers 1 for every code but 0; everything else is the same."""
 
     def launched(one, code):
-        process = launch(2, ROOT / "tests/programs/watched.py", json.dumps(one, default=str), check=False, **PROGRAMS)
+        program = ROOT / "tests/programs/disturbed_training.py"
+        process = launch(2, program, json.dumps(one, default=str), check=False, **PROGRAMS)
         assert process.returncode == (1 if code else 0)
         assert process.stderr.count(f"exitcode  : {code}") == (2 if code else 0)
         return [[code] * 2, process.stdout + process.stderr]

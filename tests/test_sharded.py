@@ -15,7 +15,7 @@ from test_resume import assert_identical, batches, content, untimed
 from torch import nn
 
 sys.path.append(str(ROOT / "tests/programs"))
-from watched import build_model
+from disturbed_training import build_model
 
 recipe = load("recipes/sharded_cifar.py")
 

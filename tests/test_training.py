@@ -171,11 +171,11 @@ def long_runs(tmp_path_factory):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     cache["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # trying each instruction set takes longer than compiling
     short, real = ["--max-steps", 3, "--batch-size", 16], ["--data", "cifar10", "--data-dir", REAL_DATA]
-    watched = {"plain": False, "dropout": 0}  # torch 2.11 does not compile the simple_cnn, an nn.Sequential
+    without_dropout = {"plain": False, "dropout": 0}  # torch 2.11 does not compile the simple_cnn, an nn.Sequential
     runs = {
-        "compiled": (1, "ddp_cifar", [*short, "--compile"], {**watched, "env": cache, "patience": 400}),
+        "compiled": (1, "ddp_cifar", [*short, "--compile"], {**without_dropout, "env": cache, "patience": 400}),
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
-        "eager": (1, "ddp_cifar", short, watched),
+        "eager": (1, "ddp_cifar", short, without_dropout),
     }
     if HAS_REAL_DATA:
         real += ["--batch-size", 32, "--max-steps", 60, "--lr", 0.4]

@@ -1,14 +1,15 @@
-"""A server that runs watched.py's trainings, or any script, each as its number of processes, without a launcher.
+"""A server that runs trainings as in disturbed_training.py, or any script, each as its number of processes, without a
+launcher.
 
 The processes are forked from this one, in the environment that a launcher would give them: with torch imported already,
 fifty trainings take a minute. conftest.py starts it once and writes to its stdin, in one line of JSON each:
 
     {"runs": [...], "directory": ..., "env": {...}, "together": how many side by side, each on its share of the cores}
 
-A run has `processes`, and what `train` in watched.py takes, or a `script` with its `flags` and `directory`; `env` of
-its own; `terminal`: its output goes to one; `patience` in seconds, and `grace`, what is left of it when a process has
-failed: five; `terminate`: SIGTERM before SIGKILL, as from a launcher. The answer, a line on stdout, has [exit codes by
-rank, output] for each.
+A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its `flags` and `directory`;
+`env` of its own; `terminal`: its output goes to one; `patience` in seconds, and `grace`, what is left of it when a
+process has failed: five; `terminate`: SIGTERM before SIGKILL, as from a launcher. The answer, a line on stdout, has
+[exit codes by rank, output] for each.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ import numpy
 import torch
 import torchvision  # noqa: F401
 from conftest import free_port
-from watched import train
+from disturbed_training import train
 
 HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
 kept = []
@@ -73,7 +74,7 @@ def work(run, rank, port, request, cores):
 def set_aside(paths):
     """Return the paths without those of the tests, whose modules are forgotten, too: a script finds what it would find
     if it had been started alone."""
-    for name in ("conftest", "watched"):
+    for name in ("conftest", "disturbed_training"):
         sys.modules.pop(name, None)
     return [path for path in paths if path not in HERE]
 

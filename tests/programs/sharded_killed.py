@@ -1,4 +1,4 @@
-"""Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, a run as in watched.py, with
+"""Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, as in disturbed_training.py, with
 `"kill": [RANK, MOMENT]`: what this process does to checkpoints on the disk for the MOMENT-th time is its last.
 It also says when another process begins to save before the main process has removed what an earlier save left."""
 
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import watched
+import disturbed_training
 
 run = json.loads(sys.argv[1])
 rank, moment = run["kill"]
@@ -44,9 +44,10 @@ def watch_order(event, arguments):
 
 
 for checkpoint in Path(run["directory"]).glob("step-*"):
-    watched.load("recipes/sharded_cifar.py").ShardedRun.read(checkpoint)  # which raises an error if it is not whole
+    # This raises an error if it is not whole.
+    disturbed_training.load("recipes/sharded_cifar.py").ShardedRun.read(checkpoint)
 sys.addaudithook(watch_order)
 if os.environ.get("RANK", "0") == str(rank):
     os.fsync = counted_fsync
     sys.addaudithook(audit)
-watched.train(run)
+disturbed_training.train(run)

@@ -1,4 +1,4 @@
-"""A recipe's own `main`, watched, and disturbed where a test wants it. Launched with a description in JSON:
+"""A recipe's own `main`, its batches recorded, and disturbed where a test wants it. Launched with JSON:
 
     {"recipe": "ddp_cifar", "directory": ..., "flags": [...], "disturbances": {"RANK": [n, what]}, "save": [what, n]}
 

@@ -1,7 +1,8 @@
-"""Run by test_gpu.py, as a process of forked.py: observed.py RUN.json, a run as in watched.py, on CPU or GPU. Besides:
+"""A whole training on CPU or GPU. Run by test_gpu.py, as a process of forked.py: training_on_device.py RUN.json
 
+RUN.json is as in disturbed_training.py, and besides:
 `deterministic` algorithms; `fp16` on CPU, with the scaler of a GPU; `when` it gets a signal, with all that it has
-started: in its first "compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/observed.RANK.
+started: in its first "compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/seen.RANK.
 """
 
 import ctypes
@@ -11,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+import disturbed_training
 import torch
-import watched
 from torch import distributed, nn
 
 run = json.loads(sys.argv[1])
@@ -47,7 +48,7 @@ def observe():
         from torch._inductor.cudagraph_trees import get_manager
 
         seen["cuda_graphs"] = get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
-    Path(run["directory"], f"observed.{os.environ.get('RANK', 0)}").write_text(json.dumps(seen))
+    Path(run["directory"], f"seen.{os.environ.get('RANK', 0)}").write_text(json.dumps(seen))
 
 
 def interrupt(name):
@@ -94,4 +95,4 @@ def prepare(recipe):
         nn.Module.compile = lambda module, mode, own=nn.Module.compile: own(module, backend="aot_eager")
 
 
-watched.train(run, prepare)
+disturbed_training.train(run, prepare)

@@ -1,4 +1,4 @@
-"""Looking at a run: --tracker, and --epochs 0, which evaluates weights, or a checkpoint that it does not touch."""
+"""--tracker has the lines of metrics; --weights are evaluated with --epochs 0, or trained from, as far as they fit."""
 
 import pytest
 import torch
@@ -11,15 +11,15 @@ RECIPES = {"ddp_cifar": 2, "pipeline_cifar": 2, "data_parallel_cifar": 1, "amp_c
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory):
+def trained(tmp_path_factory):
     runs = [(processes, recipe, [*FLAGS, "--tracker", "tensorboard"]) for recipe, processes in RECIPES.items()]
-    return dict(zip(RECIPES, train_forked(tmp_path_factory.mktemp("observed"), *runs), strict=True))
+    return dict(zip(RECIPES, train_forked(tmp_path_factory.mktemp("trained"), *runs), strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar"])
-def test_tensorboard_has_the_lines_of_metrics(observed, recipe):
+def test_tensorboard_has_the_lines_of_metrics(trained, recipe):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
-    result = observed[recipe]
+    result = trained[recipe]
     events = loading.EventAccumulator(str(result.directory / recipe)).Reload()
     for event, lines in (("train", result.train), ("evaluation", result.evaluations)):
         names = lines[-1].keys() - {"event", "step", "epoch", "time"}
@@ -30,8 +30,8 @@ def test_tensorboard_has_the_lines_of_metrics(observed, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_epochs_evaluate_weights_and_a_checkpoint_and_touch_nothing(observed, recipe, tmp_path):
-    result = observed[recipe]
+def test_no_epochs_evaluate_weights_and_a_checkpoint_and_touch_nothing(trained, recipe, tmp_path):
+    result = trained[recipe]
     before = {path: path.read_bytes() for path in result.directory.rglob("*") if path.is_file()}
     flags = ["--epochs", 0, "--batch-size", 64, "--seed", 3, "--weights", result.weights]
     evaluated, untrained = train_forked(tmp_path, *((RECIPES[recipe], recipe, line) for line in (flags, flags[:-2])))
@@ -43,9 +43,9 @@ def test_no_epochs_evaluate_weights_and_a_checkpoint_and_touch_nothing(observed,
     assert {path: path.read_bytes() for path in result.directory.rglob("*") if path.is_file()} == before
 
 
-def test_weights_are_what_training_starts_from_as_far_as_they_fit(observed, tmp_path):
+def test_weights_are_what_training_starts_from_as_far_as_they_fit(trained, tmp_path):
     """Where the head is another task's, the first layers are the file's and the head is the seed's."""
-    weights = load_file(observed["ddp_cifar"].weights)
+    weights = load_file(trained["ddp_cifar"].weights)
     head = [name for name, value in weights.items() if value.shape[0] == 10]
     other = {name: torch.zeros(7, *value.shape[1:]) if name in head else value for name, value in weights.items()}
     save_file(other, tmp_path / "other.safetensors")

@@ -1,4 +1,7 @@
-"""Run by test_gpu.py, as a process of forked.py: parts.py ANSWER.json PART DEVICE PRECISION: the functions below."""
+"""Parts of a training on CPU or GPU, the functions below: parts_on_device.py ANSWER.json PART DEVICE PRECISION
+
+Run by test_gpu.py, as a process of forked.py.
+"""
 
 import copy
 import json
