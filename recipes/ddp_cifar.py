@@ -1275,6 +1275,8 @@ def make_accelerator(args, precision, *handlers):
     mixed_precision = "no" if precision == "fp32" else precision
     check_launcher(mixed_precision)
     on_gpus = choose_device(args)
+    if precision == "bf16":
+        check_bf16(on_gpus)
     separate_restarts("nccl" if on_gpus else "gloo")
     # Accelerate adds the epoch: the runs' seeds must not overlap.
     data_seed = random.Random(args.seed).getrandbits(31)
@@ -1360,6 +1362,24 @@ def choose_device(args):
     torch.set_num_threads(args.threads or share)
     args.log_every = args.log_every or (50 if gpus else 10)
     return gpus > 0
+
+
+def check_bf16(on_gpu):
+    """Exit with an error if this GPU has no bf16; say so if this CPU has not, and emulates it."""
+    if has_bf16(on_gpu):
+        return
+    if on_gpu:
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose another --precision")
+    if int(os.environ.get("RANK", 0)) == 0:
+        text = "this CPU has no bf16 instructions: it is emulated, and much slower than fp32"
+        print(f"{RECIPE}: warning: {text}", file=sys.stderr)
+
+
+def has_bf16(on_gpu):
+    """Return whether the device has instructions for bf16."""
+    if on_gpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
 
 
 # ----------------------------------------------------------------------------------------- CIFAR-10
