@@ -271,7 +271,9 @@ def divide_by_mean_weight(accelerator, model, metrics):
     if "weight" not in metrics[0]:
         return
     weights = torch.cat([one["weight"].detach().float() for one in metrics])
-    mean_weight = accelerator.reduce(weights.mean(), "mean")
+    sums = torch.stack([weights.sum(), torch.ones_like(weights).sum()])
+    total, samples = accelerator.reduce(sums)
+    mean_weight = total / samples
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= mean_weight
