@@ -973,28 +973,27 @@ class StopSignal:
 class HangDetector:
     """Ends the run when a rank stalls, and says which one, on which machine, and where it is.
 
-    One thread of each process writes every few seconds to the store of the process groups how far
-    its main thread is, and reads what the others wrote; another one decides. A rank has stalled if
-    it has written nothing for `timeout` seconds (it was stopped, or its machine is gone), or if
-    its main thread has completed no step and no batch of an evaluation for so long. The latter
-    does not count before the first step is complete, and while checkpoints are saved; such a wait
-    is only reported. Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
+    One thread of each process writes a report every few seconds to the store of the process groups,
+    and reads those of the others; another thread decides. A rank has stalled if there was no new
+    report of it for `timeout` seconds (it was stopped, or its machine is gone), or if its main
+    thread has completed no step and no batch of an evaluation for so long. The latter does not
+    count before the first step is complete and while checkpoints are saved: it is only printed.
+    Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
     """
 
     def __init__(self, accelerator, timeout):
         self.rank = accelerator.process_index
         self.processes = accelerator.num_processes
         self.timeout = timeout
-        self.tick = min(5.0, timeout / 20)
+        self.tick = min(5.0, timeout / 20)  # seconds
         self.armed = False
         self.progress = 0
         self.step = 0
-        self.reports = {}  # of all ranks, the newest that was read
-        self.exchanges = 0
-        self.closed = threading.Event()
+        self.reports = {}  # {rank: its newest report}
         run = [uuid.uuid4().hex]  # a restarted run may have the store of the one before
         utils.broadcast_object_list(run)
         self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
+        self.closed = threading.Event()
         self.threads = [threading.Thread(target=self.watch, daemon=True)]
         if self.processes > 1:
             self.threads.append(threading.Thread(target=self.exchange, daemon=True))
@@ -1018,91 +1017,87 @@ class HangDetector:
         for thread in self.threads:
             thread.join(2 * self.tick)
 
-    def describe(self):
-        """Return this rank's report: how far it is, and what its main thread does."""
-        frame = sys._current_frames()[threading.main_thread().ident]
-        stack = traceback.extract_stack(frame)
+    def own_report(self, number):
+        """Return how far this rank is, and what its main thread does."""
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         own = [entry for entry in stack if entry.filename == __file__] or stack
-        innermost = stack[-1]
-        # In these a rank waits for the others, or for the device.
-        waiting = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
-        waits = any(part in innermost.filename for part in waiting)
-        waits |= innermost.name in ("requested", "log", "divide_by_mean_weight")
+        # In these a rank waits for others, or for the device.
+        files = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
+        functions = ("requested", "log", "divide_by_mean_weight")
+        waits = any(part in stack[-1].filename for part in files) or stack[-1].name in functions
         return {
-            "count": self.exchanges,
+            "number": number,
             "step": self.step,
             "host": socket.gethostname(),
-            "where": f"line {own[-1].lineno} in {own[-1].name}",
+            "where": f"line {own[-1].lineno}, in {own[-1].name}",
             "waits": waits,
         }
 
     def exchange(self):
-        """Write and read reports, until the store cannot be reached any more."""
+        """Write and read reports, until the process that has the store ends."""
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with suppress(RuntimeError):  # the process that has the store has ended
+        with suppress(RuntimeError):
             store = distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
-            while not self.closed.is_set():
-                store.set(self.keys[self.rank], json.dumps(self.describe()))
-                present = [i for i, key in enumerate(self.keys) if store.check([key])]
-                for rank in present:
-                    self.reports[rank] = json.loads(store.get(self.keys[rank]))
-                self.exchanges += 1
-                self.closed.wait(self.tick)
+            for number in count():
+                store.set(self.keys[self.rank], json.dumps(self.own_report(number)))
+                for rank, key in enumerate(self.keys):
+                    if store.check([key]):
+                        self.reports[rank] = json.loads(store.get(key))
+                if self.closed.wait(self.tick):
+                    return
+        self.reports = {}
 
     def watch(self):
-        """Count for how long nothing was heard of each rank, and for how long this one made no
-        progress; report a wait in the setting-up once, and end the process on any other."""
-        silence = dict.fromkeys(range(self.processes), 0.0)
-        seen = {}
+        """End the process when a rank was silent, or this one made no progress, for too long."""
+        numbers = {}
+        silence = {}  # {rank: seconds}
         idle = 0.0
         progress = 0
         while not self.closed.wait(self.tick):
             idle = idle + self.tick if self.progress == progress else 0.0
             progress = self.progress
             for rank, report in list(self.reports.items()):
-                silence[rank] += self.tick
-                if seen.get(rank) != report["count"]:
-                    silence[rank] = 0.0
-                seen[rank] = report["count"]
-            silent = [rank for rank, seconds in silence.items() if seconds >= self.timeout]
+                known = numbers.get(rank) == report["number"] and rank != self.rank
+                silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
+                numbers[rank] = report["number"]
+            silent = [rank for rank in self.reports if silence.get(rank, 0.0) >= self.timeout]
             if silent or (self.armed and idle >= self.timeout):
                 self.end(silent)
             if self.timeout <= idle < self.timeout + self.tick:
-                self.print_stack("still waiting")
+                self.print_stack("no progress, which is no error yet")
 
     def end(self, silent):
-        """Print where this rank is; on the first rank that can speak, also which one has stalled;
-        and end the process."""
-        reports = {**self.reports, self.rank: self.describe()}
-        self.print_stack("stalled")
-        if self.rank == min(reports.keys() - set(silent)):
+        """Print where this rank is and, on the first rank that is not silent, which have stalled;
+        end the process."""
+        self.print_stack("no progress")
+        reports = {**self.reports, self.rank: self.own_report(0)}
+        if self.rank == min(reports.keys() - silent):
             os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
         kill_workers()
         os._exit(1)
 
     def diagnose(self, reports, silent):
-        """Return which ranks have stalled, where, after which step, and for how long."""
+        """Return which ranks have stalled, on which machines, where, and for how long."""
         busy = [rank for rank, report in reports.items() if not report["waits"]]
-        if silent:
-            reason = "given no sign of life (stopped, killed, or its machine or network is gone)"
-        elif busy:
-            reason = "made no progress while the others wait for it"
-        else:
-            reason = "all ranks wait for one another (one has left out a collective):"
+        step = max(report["step"] for report in reports.values()) + 1
         found = []
         for rank in silent or busy or reports:
-            where = "" if rank in silent else f", it is at {reports[rank]['where']}"
-            host = reports[rank]["host"]
-            step = reports[rank]["step"] + 1
-            found.append(f"rank {rank} on {host} has not reached step {step}{where}")
-        return f"no progress for {self.timeout:g} s: {'; '.join(found)}; {reason}"
+            where = f"it is at {reports[rank]['where']}"
+            if rank in silent:
+                where = "it was stopped or killed, or its machine or network is gone"
+            found.append(f"rank {rank} on {reports[rank]['host']} ({where})")
+        how = f"not reached the end of step {step} for {self.timeout:g} s"
+        if not silent and not busy:
+            how += ": they wait for one another, since one has left out a collective operation"
+        return f"{', '.join(found)} has {how}"
 
     def print_stack(self, title):
         """Print the main thread's stack in one piece: those of the ranks must not mix."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        rank = f"rank {self.rank} on {socket.gethostname()}"
-        text = f"{RECIPE}: {rank}: {title} for {self.timeout:g} s at\n"
-        os.write(2, (text + "".join(traceback.format_stack(frame))).encode())
+        head = (
+            f"{RECIPE}: rank {self.rank} on {socket.gethostname()}: {title} for {self.timeout:g} s"
+        )
+        os.write(2, "".join([head + ", at\n", *traceback.format_stack(frame)]).encode())
 
 
 def kill_workers():
@@ -1278,6 +1273,8 @@ def make_accelerator(args, precision, *handlers):
     mixed_precision = "no" if precision == "fp32" else precision
     check_launcher(mixed_precision)
     on_gpus = choose_device(args)
+    if precision == "bf16":
+        check_bf16(on_gpus)
     separate_restarts("nccl" if on_gpus else "gloo")
     # Accelerate adds the epoch: the runs' seeds must not overlap.
     data_seed = random.Random(args.seed).getrandbits(31)
@@ -1363,6 +1360,24 @@ def choose_device(args):
     torch.set_num_threads(args.threads or share)
     args.log_every = args.log_every or (50 if gpus else 10)
     return gpus > 0
+
+
+def check_bf16(on_gpu):
+    """Exit with an error if this GPU has no bf16; say so if this CPU has not, and emulates it."""
+    if has_bf16(on_gpu):
+        return
+    if on_gpu:
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose another --precision")
+    if int(os.environ.get("RANK", 0)) == 0:
+        text = "this CPU has no bf16 instructions: it is emulated, and much slower than fp32"
+        print(f"{RECIPE}: warning: {text}", file=sys.stderr)
+
+
+def has_bf16(on_gpu):
+    """Return whether the device has instructions for bf16."""
+    if on_gpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
 
 
 # ----------------------------------------------------------------------------------------- CIFAR-10
@@ -1457,7 +1472,7 @@ def add_pipeline_flags(add):
     (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503)."""
     precisions = ("fp32", "bf16")
     free = {"may_differ": True}
-    add("--precision", "bf16: autocast, as in amp_cifar.py", choices=precisions, default="fp32")
+    add("--precision", "bf16: as in amp_cifar.py", choices=precisions, default="fp32")
     add("--schedule", "of microbatches", choices=("gpipe", "1f1b"), default="gpipe", **free)
     add("--microbatches", "parts of each batch", type=positive_int, default=8, **free)
     add("--split", "first block of the second stage (default: where both take equal time)")
@@ -1476,9 +1491,6 @@ def count_pipelines(args):
     if processes % STAGES:
         remedy = "launch with 2gpu.yaml, or 4gpu.yaml, 8gpu.yaml for more of them"
         exit_with_error(f"a pipeline is two processes: {remedy}")
-    on_gpus = torch.cuda.is_available() and not args.cpu
-    if args.precision == "bf16" and on_gpus and not torch.cuda.is_bf16_supported(False):
-        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     return processes // STAGES
 
 
