@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,16 +100,9 @@ def free_port():
 
 
 def both_stages(recipe, model, args, autocast):
-    """The stages of the pipeline, made as `make_pipeline` makes one of them, without processes."""
-    stages = []
-    for blocks in recipe.cut(recipe.model_blocks(model), args):
-        stages.append(
-            recipe.Stage(
-                OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())
-            )
-        )
-        stages[-1].autocast = autocast
-    return stages
+    """The stages of the pipeline, made as `Pipeline` makes one of them, without processes."""
+    blocks = recipe.cut(recipe.model_blocks(model), args)
+    return [recipe.Stage(part, autocast) for part in blocks]
 
 
 def wait_until(condition, seconds=60):

@@ -22,10 +22,21 @@ def gradients(tmp_path_factory):
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(gradients, processes):
     """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes the small model."""
-    cases = gradients[processes]
+    cases = gradients[processes]["equal"]
     assert len(cases) == {2: 7 + 4, 4: 7 + 1, 8: 7}[processes]
     for case, (deviation, largest, loss, expected_loss) in cases.items():
         assert deviation < 1e-9 < 1e-2 < largest, case
+        assert loss == pytest.approx(expected_loss, abs=1e-5), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_weighted_gradient_is_the_weighted_mean_however_the_batch_is_divided(gradients, processes):
+    """Also where all samples of a microbatch have no weight, and when it is clipped."""
+    cases = gradients[processes]["weighted"]
+    assert len(cases) == 6 if processes == 2 else 5  # (4 // replicas, 1) is there already
+    for case, (deviation, largest, loss, expected_loss) in cases.items():
+        assert deviation < 1e-6 < 1e-3 < largest, case
         assert loss == pytest.approx(expected_loss, abs=1e-5), case
 
 
@@ -35,10 +46,10 @@ def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
     flags = ["--max-steps", 10, "--lr", 0.4, "--batch-size"]
     runs = train_forked(
         tmp_path,
-        (1, "ddp_cifar", [*flags, 8, "--accumulation-steps", 4]),
+        (1, "ddp_cifar", [*flags, 8, "--global-batch-size", 32]),
         (2, "pipeline_cifar", [*flags, 32, "--schedule", "gpipe", "--microbatches", 4]),
         (4, "pipeline_cifar", [*flags, 16, "--schedule", "1f1b", "--microbatches", 2]),
-        (4, "pipeline_cifar", [*flags, 8, "--accumulation-steps", 2, "--microbatches", 2]),
+        (4, "pipeline_cifar", [*flags, 8, "--global-batch-size", 32, "--microbatches", 2]),
         (2, "pipeline_cifar", [*flags, 32, "--precision", "bf16"]),
     )
     torch.manual_seed(0)
@@ -140,7 +151,8 @@ def test_a_block_that_comes_twice_runs_twice():
 REFUSALS = {
     "one process": (1, [], ["2gpu.yaml", "4gpu.yaml"]),
     "three processes": (3, [], ["2gpu.yaml", "4gpu.yaml"]),
-    "batch that does not divide": (2, ["--batch-size", 100], ["--microbatches", "8", "100"]),
+    "batch that does not divide": (2, ["--batch-size", 100], ["100", "multiples of 8", "choose 96 or 112"]),
+    "batch smaller than its parts": (2, ["--batch-size", 4], ["--microbatches", "8 for a batch of 4"]),
     "too few microbatches": (2, ["--schedule", "1f1b", "--microbatches", 1], ["--microbatches", "1f1b", "gpipe"]),
     "unknown boundary": (2, ["--split", "layer9"], ["--split", "layer9", "1, 2"]),
     "cut before everything": (2, ["--split", "0"], ["--split", "1, 2"]),
