@@ -1,10 +1,10 @@
 """Run by test_pipeline.py: the pipeline against the unsplit model over the same microbatches.
 
-The recipe's own functions train for one step, whose update is the gradient itself, or for several with momentum; the
-unsplit model does the same in one process. In float64: at its start ResNet-50 turns a rounding error of float32 into a
-hundredth of its gradient within one step, whatever computes it.
-Writes {case: [largest deviation of an update, largest update, loss of the last step, the reference's]} to argv[1], for
-samples that count "equal" and "weighted".
+The recipe's own functions train for one step, whose update is the gradient itself, or for several
+with momentum; the unsplit model does the same in one process. In float64: at its start ResNet-50
+turns a rounding error of float32 into a hundredth of its gradient within one step, whatever
+computes it. Writes to argv[1], for samples without weights ("equal") and with ("weighted"):
+{case: [largest deviation of an update, largest update, loss of the last step, the reference's]}
 """
 
 import copy
@@ -26,7 +26,9 @@ answers, weighted_answers, models, references = {}, {}, {}, {}
 
 
 def make_optimizer(parameters, steps):
-    optimizer = torch.optim.SGD(parameters, lr=1.0 if steps == 1 else 1e-3, momentum=0 if steps == 1 else 0.9)
+    optimizer = torch.optim.SGD(
+        parameters, lr=1.0 if steps == 1 else 1e-3, momentum=0 if steps == 1 else 0.9
+    )
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
@@ -41,12 +43,18 @@ def unsplit(model, initial, batches, parts, steps):
         sum(losses).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.detach() - initial[name] for name, value in model.named_parameters()}, sum(losses).item()
+    return {name: value.detach() - initial[name] for name, value in model.named_parameters()}, sum(
+        losses
+    ).item()
 
 
 def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=16):
     args = SimpleNamespace(
-        model=model_name, stem="imagenet", split=split, schedule=schedule_name, microbatches=microbatches
+        model=model_name,
+        stem="imagenet",
+        split=split,
+        schedule=schedule_name,
+        microbatches=microbatches,
     )
     if model_name not in models:
         torch.manual_seed(0)
@@ -62,7 +70,12 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
     model, loss = piped(args, whole, batches, steps)
     updated = of_both_stages(model)
     if accelerator.is_main_process:
-        key = model_name, microbatches, steps, batch  # neither the schedule nor the cut is in the unsplit model
+        key = (
+            model_name,
+            microbatches,
+            steps,
+            batch,
+        )  # neither the schedule nor the cut is in the unsplit model
         if key not in references:
             references[key] = unsplit(reference, initial, batches, microbatches * replicas, steps)
         moved, expected_loss = references[key]
@@ -71,19 +84,23 @@ def compare(model_name, schedule_name, microbatches, split=None, steps=1, batch=
 
 
 def piped(args, whole, batches, steps, accumulation=1, clip_norm=None):
-    """Train the model in a pipeline; return it, and the mean loss of the last step. Each process sees its pipeline's
-    share of a batch only, in as many parts as there are to accumulate."""
+    """Train the model in a pipeline; return it, and the mean loss of the last step. Each process
+    sees its pipeline's share of a batch only, in as many parts as there are to accumulate."""
     accelerator.gradient_accumulation_steps = accumulation
     model = recipe.Pipeline(args, accelerator, recipe.model_blocks(whole))
     is_last, share = model.group.rank() == 1, len(batches[0][0]) // replicas
     optimizer, scheduler = make_optimizer(model.parameters(), steps)
     optimizer = accelerator.prepare_optimizer(optimizer)
     model.train()
-    model.metric_names = list(recipe.compute_loss(lambda inputs: torch.zeros(1, 10), (None, torch.zeros(1).long())))
+    model.metric_names = list(
+        recipe.compute_loss(lambda inputs: torch.zeros(1, 10), (None, torch.zeros(1).long()))
+    )
     mine = slice(share * model.replicas.rank(), share * (model.replicas.rank() + 1))
     for x, y in batches:
         parts = zip(x[mine].chunk(accumulation), y[mine].chunk(accumulation), strict=True)
-        metrics, norm = recipe.train_step(accelerator, model, optimizer, scheduler, parts, (0,), clip_norm)
+        metrics, norm = recipe.train_step(
+            accelerator, model, optimizer, scheduler, parts, (0,), clip_norm
+        )
     assert len(metrics) == accumulation and (norm is None) == (clip_norm is None)
     rows = sum(recipe.sample_rows(one).sum(0) for one in metrics)
     loss, _, weight, samples = accelerator.reduce(rows.float()).tolist()
@@ -99,12 +116,16 @@ def of_both_stages(model):
     distributed.barrier()
     other = torch.load(path.with_suffix(".pt")) if accelerator.is_main_process else {}
     distributed.barrier()
-    return {name.replace("/", "."): value for part in (state, other) for name, value in part.items()}
+    return {
+        name.replace("/", "."): value for part in (state, other) for name, value in part.items()
+    }
 
 
 def deviation(updated, initial, moved):
     """Return by how much an update differs from what it should be, and how large that is."""
-    differences = [(updated[name] - initial[name] - move).abs().max().item() for name, move in moved.items()]
+    differences = [
+        (updated[name] - initial[name] - move).abs().max().item() for name, move in moved.items()
+    ]
     return max(differences), max(move.abs().max().item() for move in moved.values())
 
 
@@ -122,8 +143,10 @@ def weights_of(labels):
 
 
 def compare_weighted(schedule_name, microbatches, accumulation=1, clip_norm=None):
-    """The same 8 samples in one step, however they are divided, against their weighted mean in one piece."""
-    args = SimpleNamespace(model="simple_cnn", split=None, schedule=schedule_name, microbatches=microbatches)
+    """The same 8 samples in one step, however they are divided, against their weighted mean."""
+    args = SimpleNamespace(
+        model="simple_cnn", split=None, schedule=schedule_name, microbatches=microbatches
+    )
     torch.manual_seed(0)
     whole = recipe.build_model(args).double().train()
     initial, reference = copy.deepcopy(whole.state_dict()), copy.deepcopy(whole)
