@@ -1577,6 +1577,8 @@ class Pipeline(nn.Module):
 
     def __init__(self, args, accelerator, blocks):
         super().__init__()
+        rank = accelerator.process_index % STAGES
+        stage = Stage(cut(blocks, args)[rank], accelerator.autocast).to(accelerator.device)
         # Neighbours in rank are a pipeline; the processes with the same stage are its replicas.
         shape = (accelerator.num_processes // STAGES, STAGES)
         names = ("replicas", "pipeline")
@@ -1585,8 +1587,6 @@ class Pipeline(nn.Module):
         self.replicas = mesh["replicas"].get_group()
         self.metric_names = ()  # from `warm_up`
         self.batch_shapes = None
-        rank = self.group.rank()
-        stage = Stage(cut(blocks, args)[rank], accelerator.autocast).to(accelerator.device)
         if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
             stage = average_gradients(stage, self.replicas)
         self.stage = stage
