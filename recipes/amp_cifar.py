@@ -997,6 +997,7 @@ class HangDetector:
         self.progress = 0
         self.step = 0
         self.reports = {}  # {rank: its newest report}
+        self.has_store = True
         run = [uuid.uuid4().hex]  # a restarted run may have the store of the one before
         utils.broadcast_object_list(run)
         self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
@@ -1052,7 +1053,7 @@ class HangDetector:
                         self.reports[rank] = json.loads(store.get(key))
                 if self.closed.wait(self.tick):
                     return
-        self.reports = {}
+        self.has_store = False
 
     def watch(self):
         """End the process when a rank was silent, or this one made no progress, for too long."""
@@ -1067,8 +1068,8 @@ class HangDetector:
                 known = numbers.get(rank) == report["number"] and rank != self.rank
                 silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
                 numbers[rank] = report["number"]
-            silent = [rank for rank in self.reports if silence.get(rank, 0.0) >= self.timeout]
-            if silent or (self.armed and idle >= self.timeout):
+            silent = [rank for rank, seconds in silence.items() if seconds >= self.timeout]
+            if (silent and self.has_store) or (self.armed and idle >= self.timeout):
                 self.end(silent)
             if self.timeout <= idle < self.timeout + self.tick:
                 self.print_stack("no progress, which is no error yet")
@@ -1080,6 +1081,7 @@ class HangDetector:
         reports = {**self.reports, self.rank: self.own_report(0)}
         if self.rank == min(reports.keys() - silent):
             os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
+        time.sleep(2 * self.tick)  # until the other ranks have come here: one that ends, ends them
         kill_workers()
         os._exit(1)
 

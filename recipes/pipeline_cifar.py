@@ -51,7 +51,14 @@ from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 RECIPE, STAGES = "pipeline_cifar", 2
 
@@ -68,8 +75,13 @@ def load_data(args, accelerator):
         train_set, test_set = cifar10(args.data_dir, accelerator)
     train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
     test_set = ImageTensors(*test_set, accelerator.device)
-    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # ImageTensors makes whole batches
-    return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(test_set, **options)
+    options = {
+        "batch_size": args.batch_size,
+        "collate_fn": tuple,
+    }  # ImageTensors makes whole batches
+    return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(
+        test_set, **options
+    )
 
 
 def build_model(args):
@@ -81,10 +93,16 @@ def build_model(args):
             nn.Sequential(nn.Flatten(), nn.Linear(128, 10)),
         )
     else:
-        model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)  # blocks begin as the identity
-        if args.stem == "cifar":  # 32 x 32 images are small already: do not shrink them fourfold before the first block
+        model = torchvision.models.resnet50(
+            num_classes=10, zero_init_residual=True
+        )  # blocks begin as the identity
+        if (
+            args.stem == "cifar"
+        ):  # 32 x 32 images are small already: do not shrink them fourfold before the first block
             model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # the layout in which convolutions are fastest
+    return model.to(
+        memory_format=torch.channels_last
+    )  # the layout in which convolutions are fastest
 
 
 def compute_loss(model, batch):
@@ -97,7 +115,10 @@ def compute_loss(model, batch):
     """
     images, labels = batch
     logits = model(images)
-    return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
+    return {
+        "loss": F.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": logits.argmax(1) == labels,
+    }
 
 
 def model_blocks(model):
@@ -106,11 +127,17 @@ def model_blocks(model):
     if type(model).forward is nn.Sequential.forward:
         return dict(model._modules)  # named_children leaves out what comes twice
     if type(model).forward is not torchvision.models.ResNet.forward:
-        exit_with_error(f"cannot cut {type(model).__name__}: make it an nn.Sequential, or edit model_blocks")
+        exit_with_error(
+            f"cannot cut {type(model).__name__}: make it an nn.Sequential, or edit model_blocks"
+        )
     blocks = {}
     for name, child in model.named_children():
         layer = isinstance(child, nn.Sequential)
-        blocks |= {f"{name}.{index}": block for index, block in enumerate(child)} if layer else {name: child}
+        blocks |= (
+            {f"{name}.{index}": block for index, block in enumerate(child)}
+            if layer
+            else {name: child}
+        )
     blocks["flatten"], blocks["fc"] = nn.Flatten(), blocks.pop("fc")
     return blocks
 
@@ -122,12 +149,18 @@ def cut(blocks, args):
     balanced = {"cifar": "layer3.0", "imagenet": "layer3.2"}[args.stem]
     split = args.split or (balanced if balanced in names else names[len(names) // 2])
     if split not in names[1:]:
-        exit_with_error(f"argument --split: {split} cannot begin the second stage, choose from {', '.join(names[1:])}")
+        exit_with_error(
+            f"argument --split: {split} cannot begin the second stage, choose from {', '.join(names[1:])}"
+        )
     where = names.index(split)
     stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
-    first, second = ({p for block in stage.values() for p in block.parameters()} for stage in stages)
+    first, second = (
+        {p for block in stage.values() for p in block.parameters()} for stage in stages
+    )
     if first & second or not (first and second):
-        exit_with_error("the two stages share a parameter, or one has none: untie what is shared, or change --split")
+        exit_with_error(
+            "the two stages share a parameter, or one has none: untie what is shared, or change --split"
+        )
     return stages
 
 
@@ -149,19 +182,27 @@ def make_pipeline(args, accelerator, blocks, pipeline, replicas):
 
     def loss_fn(outputs, targets):
         # The model has already run. Activations travel in the precision that they are computed in; the loss is in fp32.
-        loss = mean_loss(compute_loss(lambda inputs: utils.convert_to_fp32(outputs), (None, targets)))
+        loss = mean_loss(
+            compute_loss(lambda inputs: utils.convert_to_fp32(outputs), (None, targets))
+        )
         return loss / args.microbatches / accelerator.gradient_accumulation_steps
 
-    model = Stage(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())).to(accelerator.device)
+    model = Stage(
+        OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())
+    ).to(accelerator.device)
     model.autocast = accelerator.autocast
     if replicas.size() > 1 and any(p.requires_grad for p in model.parameters()):
         # Not prepared: Accelerate would average the gradients of all processes, which have two different stages.
-        model = nn.parallel.DistributedDataParallel(model, process_group=replicas, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(
+            model, process_group=replicas, gradient_as_bucket_view=True
+        )
         # It averages when PipelineStage tells it that a batch's last backward pass begins; `train_step` sends buffers.
         model.require_backward_grad_sync = model.broadcast_buffers = False
     model.pipeline, model.replicas, model.names, model.shapes = pipeline, replicas, (), None
     stage = PipelineStage(model, pipeline.rank(), STAGES, accelerator.device, group=pipeline)
-    model.schedule = schedules.get_schedule_class(args.schedule)(stage, args.microbatches, loss_fn, scale_grads=False)
+    model.schedule = schedules.get_schedule_class(args.schedule)(
+        stage, args.microbatches, loss_fn, scale_grads=False
+    )
     return model
 
 
@@ -170,8 +211,13 @@ def run_pipeline(model, batch):
     last stage, on the other those of no samples, both on the device."""
     shapes = [tuple(getattr(x, "shape", [type(x).__name__])) for x in batch]
     model.shapes = model.shapes or shapes
-    if shapes != model.shapes or [*map(torch.is_tensor, batch)] != [True, True]:  # the transport is set up for those
-        exit_with_error(f"a batch has to be two tensors of the first one's shapes, {model.shapes}, and not {shapes}")
+    if shapes != model.shapes or [*map(torch.is_tensor, batch)] != [
+        True,
+        True,
+    ]:  # the transport is set up for those
+        exit_with_error(
+            f"a batch has to be two tensors of the first one's shapes, {model.shapes}, and not {shapes}"
+        )
     inputs, targets = batch
     run = model.schedule.step if model.training else model.schedule.eval
     if model.pipeline.rank() < STAGES - 1:
@@ -192,12 +238,16 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         metrics = run_pipeline(model, batch)
         if clip_norm and accelerator.sync_gradients:
             # To the norm of the whole model, of which this process has one stage; a frozen one has no gradients.
-            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            )
             norm = norm.to(accelerator.device, torch.float32) ** 2
             distributed.all_reduce(norm, group=model.pipeline)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm.sqrt())
         optimizer.step()
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # fp16 skips on overflow
+        if (
+            accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
+        ):  # fp16 skips on overflow
             scheduler.step()
         optimizer.zero_grad()
     return metrics
@@ -216,7 +266,9 @@ def evaluate(accelerator, model, loader):
     """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
     frozen = [module for module in model.modules() if not module.training]  # to stay in eval mode
     model.eval()
-    for buffer in model.buffers():  # all pipelines evaluate with the first one's BatchNorm statistics
+    for (
+        buffer
+    ) in model.buffers():  # all pipelines evaluate with the first one's BatchNorm statistics
         distributed.broadcast(buffer, group=model.replicas, group_src=0)
     loader.set_epoch(0)  # the same random transforms in each evaluation
     totals = 0
@@ -224,7 +276,9 @@ def evaluate(accelerator, model, loader):
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index, accelerator.process_index)
         # All passes need one shape: repeat samples to fill the last batch, and drop their metrics.
-        metrics = run_pipeline(model, [torch.cat([x] * math.ceil(size / len(x)))[:size] for x in batch])
+        metrics = run_pipeline(
+            model, [torch.cat([x] * math.ceil(size / len(x)))[:size] for x in batch]
+        )
         real = len(loader.dataset) - (index * model.replicas.size() + model.replicas.rank()) * size
         totals += sample_rows(metrics)[: max(0, real)].sum(0)
     model.train()  # undoes what a module may do in `eval`, such as merging weights
@@ -239,7 +293,9 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
         for step, microbatches in run.steps(epoch, train_loader):
             learning_rate = scheduler.get_last_lr()[0]
             for index, batch in enumerate(microbatches):
-                seed_rng(args.seed, step, index, accelerator.process_index)  # a resumed run repeats dropout
+                seed_rng(
+                    args.seed, step, index, accelerator.process_index
+                )  # a resumed run repeats dropout
                 run.add(train_step(accelerator, model, optimizer, scheduler, batch, args.clip_norm))
             run.finish_step(step, learning_rate)  # metrics, checkpoint, signals
         test = evaluate(accelerator, model, test_loader)
@@ -250,20 +306,44 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
 def main():
     args = parse_args(
         accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
-        precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: mixed precision, as in amp_cifar.py"},
-        schedule={"choices": ("gpipe", "1f1b"), "default": "gpipe", "help": "order of the microbatches"},
-        microbatches={"type": int, "default": 8, "help": "parts of a batch; the bubble is 1 / (microbatches + 1)"},
-        split={"help": "first block of the second stage (default: layer3.0; ImageNet stem: layer3.2; else the middle)"},
+        precision={
+            "choices": ("fp32", "bf16"),
+            "default": "fp32",
+            "help": "bf16: mixed precision, as in amp_cifar.py",
+        },
+        schedule={
+            "choices": ("gpipe", "1f1b"),
+            "default": "gpipe",
+            "help": "order of the microbatches",
+        },
+        microbatches={
+            "type": int,
+            "default": 8,
+            "help": "parts of a batch; the bubble is 1 / (microbatches + 1)",
+        },
+        split={
+            "help": "first block of the second stage (default: layer3.0; ImageNet stem: layer3.2; else the middle)"
+        },
         clip_norm={"type": float, "help": "clip the gradient to this norm"},
     )
     if args.batch_size % args.microbatches:
-        exit_with_error(f"argument --microbatches: {args.microbatches} do not divide the batch of {args.batch_size}")
+        exit_with_error(
+            f"argument --microbatches: {args.microbatches} do not divide the batch of {args.batch_size}"
+        )
     if args.schedule == "1f1b" and args.microbatches < STAGES:
-        exit_with_error(f"argument --microbatches: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
+        exit_with_error(
+            f"argument --microbatches: 1f1b needs {STAGES} or more, or choose --schedule gpipe"
+        )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) % STAGES:
-        exit_with_error("a pipeline is two processes: launch with 2gpu.yaml, or 4gpu.yaml, 8gpu.yaml for more of them")
+        exit_with_error(
+            "a pipeline is two processes: launch with 2gpu.yaml, or 4gpu.yaml, 8gpu.yaml for more of them"
+        )
     accelerator = make_accelerator(args, args.precision)
-    if args.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+    if (
+        args.precision == "bf16"
+        and torch.cuda.is_available()
+        and not torch.cuda.is_bf16_supported(False)
+    ):
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
     # Neighbours in rank are a pipeline ("pp"); the processes with the same stage are its replicas ("dp").
@@ -274,12 +354,18 @@ def main():
     options = {**vars(accelerator.dataloader_config), "put_on_device": True}
     options |= {"num_processes": replicas.size(), "process_index": replicas.rank()}
     loaders = reproducible(load_data(args, accelerator), args.seed)
-    train_loader, test_loader = (prepare_data_loader(loader, accelerator.device, **options) for loader in loaders)
+    train_loader, test_loader = (
+        prepare_data_loader(loader, accelerator.device, **options) for loader in loaders
+    )
     # An incomplete last global batch is dropped, so that N processes take the same steps as one process with N
     # microbatches. `min`: never accumulate over more than an epoch.
-    accumulation_steps = accelerator.gradient_accumulation_steps = min(args.accumulation_steps, len(train_loader))
+    accumulation_steps = accelerator.gradient_accumulation_steps = min(
+        args.accumulation_steps, len(train_loader)
+    )
     if accumulation_steps == 0:
-        exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
+        exit_with_error(
+            f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size"
+        )
     steps_per_epoch = len(train_loader) // accumulation_steps
     total_steps = min(args.epochs * steps_per_epoch, args.max_steps or math.inf)
     global_batch = args.batch_size * accumulation_steps * replicas.size()
@@ -291,32 +377,54 @@ def main():
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
     # Not prepared: Accelerate would advance it once per process in each step.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_lambda(step, max(1, total_steps))
+    )
     optimizer = accelerator.prepare(optimizer)
     # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others before each pass, too.
-    owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    owners = [
+        module
+        for module in model.modules()
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     model.others = [buffer for module in owners for buffer in module.buffers(recurse=False)]
 
-    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config = {
+        "precision": "fp32",
+        **vars(args),
+        "global_batch_size": global_batch,
+        "peak_learning_rate": peak_lr,
+    }
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     holding = f"{', '.join(blocks)}: {sum(p.numel() for p in model.parameters()):,} parameters"
     config |= {"pipelines": replicas.size(), "stages": utils.gather_object([holding])[:STAGES]}
     config |= {"bubble": 1 / (args.microbatches + 1)}
-    state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
+    state = {
+        "model": accelerator.unwrap_model(model),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+    }
 
     # A warm-up pass without effect: torch 2.11 first runs the stages on zeros, which would change BatchNorm's
     # statistics, and if the first pass is an evaluation (of a resumed run), it cannot train afterwards.
-    before, names = [buffer.clone() for buffer in model.buffers()], [*run_pipeline(model, next(iter(train_loader)))]
+    before, names = (
+        [buffer.clone() for buffer in model.buffers()],
+        [*run_pipeline(model, next(iter(train_loader)))],
+    )
     (model.names,) = utils.broadcast_object_list([names], from_process=STAGES - 1)  # of the metrics
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
 
     run = PipelineRun(accelerator, config, state, stage=pipeline.rank())
-    test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
+    test = training_loop(
+        run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args
+    )
     run.state = {"model": state["model"]}  # without the optimizer's
     weights = [item for part in run.collect_state() for item in part["model"].items()]
-    weights = {name.replace("/", "."): value.contiguous() for name, value in weights}  # whole on the main process
+    weights = {
+        name.replace("/", "."): value.contiguous() for name, value in weights
+    }  # whole on the main process
     accelerator.save(weights, Path(args.output_dir, "model.safetensors"), safe_serialization=True)
     run.finish(test)
     run = state = None  # where there are no replicas, the pipeline is in their model
@@ -330,7 +438,11 @@ def main():
 def mean_loss(metrics):
     """Return the mean loss, weighted by "weight" if given: the scalar to backpropagate."""
     weight = metrics.get("weight")
-    return metrics["loss"].mean() if weight is None else (metrics["loss"] * weight).sum() / weight.sum()
+    return (
+        metrics["loss"].mean()
+        if weight is None
+        else (metrics["loss"] * weight).sum() / weight.sum()
+    )
 
 
 def sample_rows(metrics):
@@ -348,14 +460,24 @@ def sample_rows(metrics):
 def means(names, sums):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
     weight = sums[-2] or math.nan
-    return dict(zip([name for name in names if name != "weight"], [x / weight for x in sums[:-2]], strict=True))
+    return dict(
+        zip(
+            [name for name in names if name != "weight"],
+            [x / weight for x in sums[:-2]],
+            strict=True,
+        )
+    )
 
 
 def test_metrics(names, sums, samples):
     """Return the means of an evaluation; exit with an error unless all `samples` of the test set were counted."""
     if (counted := int(sums[-1])) != samples:
-        exit_with_error(f"evaluate: {counted} of {samples} samples counted: return one value per sample, no drop_last")
-    return {f"test_{name}": value for name, value in means(names, sums).items()} | {"samples": samples}
+        exit_with_error(
+            f"evaluate: {counted} of {samples} samples counted: return one value per sample, no drop_last"
+        )
+    return {f"test_{name}": value for name, value in means(names, sums).items()} | {
+        "samples": samples
+    }
 
 
 def seed_rng(*key):
@@ -374,7 +496,9 @@ class SeededSamples(Dataset):
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see it change
+        self.epoch = torch.zeros(
+            (), dtype=torch.int64
+        ).share_memory_()  # so that persistent workers see it change
 
     def __len__(self):
         return len(self.dataset)
@@ -392,19 +516,28 @@ def reproducible(loaders, seed):
     Subsets they are, have a `set_epoch`, and then have to seed themselves. Exit with an error if the loaders cannot be
     divided among processes and resumed exactly."""
     for loader, drop_last in zip(loaders, (True, False), strict=True):
-        kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
+        kinds = (
+            type(loader.batch_sampler),
+            type(getattr(loader.batch_sampler, "sampler", loader.sampler)),
+        )
         if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
             names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
-            exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size, shuffle")
+            exit_with_error(
+                f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size, shuffle"
+            )
         if loader.batch_sampler.drop_last != drop_last or len(loader.dataset) == 0:
-            exit_with_error("load_data: training needs drop_last=True, the test drop_last=False and some samples")
+            exit_with_error(
+                "load_data: training needs drop_last=True, the test drop_last=False and some samples"
+            )
         inner = loader.dataset
         while isinstance(inner, Subset):
             inner = inner.dataset
         if hasattr(inner, "set_epoch"):
             loader.dataset.set_epoch = inner.set_epoch
         else:
-            vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
+            vars(loader)["dataset"] = SeededSamples(
+                loader.dataset, seed
+            )  # DataLoader forbids assigning it
         loader.dataset.set_epoch(0)
     return loaders
 
@@ -413,21 +546,35 @@ def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
     own = model.state_dict()
     if not all(map(torch.is_tensor, own.values())):
-        exit_with_error("build_model: get_extra_state has to return a tensor, which model.safetensors can hold")
+        exit_with_error(
+            "build_model: get_extra_state has to return a tensor, which model.safetensors can hold"
+        )
     if not model.training:
-        exit_with_error("build_model: the model is in eval mode, as from_pretrained returns it: return model.train()")
+        exit_with_error(
+            "build_model: the model is in eval mode, as from_pretrained returns it: return model.train()"
+        )
     if args.weights is not None:
         try:
             weights = utils.load_state_dict(args.weights)  # runs no code
-            fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
+            fits = {
+                name: x for name, x in weights.items() if name in own and own[name].shape == x.shape
+            }
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-        filled = {own[name].data_ptr() for name in fits}  # a name tied to another one is not in every file
-        misfits = sorted(name for name in own | weights if name not in own or own[name].data_ptr() not in filled)
+        filled = {
+            own[name].data_ptr() for name in fits
+        }  # a name tied to another one is not in every file
+        misfits = sorted(
+            name for name in own | weights if name not in own or own[name].data_ptr() not in filled
+        )
         if not fits or (misfits and args.epochs == 0):
-            exit_with_error(f"argument --weights: {args.weights} does not fit this model: {', '.join(misfits)}")
+            exit_with_error(
+                f"argument --weights: {args.weights} does not fit this model: {', '.join(misfits)}"
+            )
         model.load_state_dict(fits, strict=False)
-        accelerator.print(f"loaded {args.weights}; names that do not fit: {', '.join(misfits) or 'nothing'}")
+        accelerator.print(
+            f"loaded {args.weights}; names that do not fit: {', '.join(misfits) or 'nothing'}"
+        )
     return model
 
 
@@ -436,17 +583,31 @@ IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep
     accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
     holds sync_each_batch activation_checkpointing cpu_offload""".split()
 LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
-TIMEOUT = timedelta(hours=2)  # for whoever waits for the main process's download, or for its reading a checkpoint
+TIMEOUT = timedelta(
+    hours=2
+)  # for whoever waits for the main process's download, or for its reading a checkpoint
 FORMAT, PATTERN = 2, f"step-{'[0-9]' * 8}.pt"
 
 
 def find_checkpoint(config, read):
     """Return the checkpoint of `--resume` (auto: the newest intact one) or None, and, if it is unusable or of another
     run, why."""
-    paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
+    paths, checkpoint, problems = (
+        sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True),
+        None,
+        [],
+    )
     named = Path(config["resume"])
-    if config["resume"] != "auto" and paths and named.exists() and not named.parent.samefile(paths[0].parent):
-        return None, f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir"
+    if (
+        config["resume"] != "auto"
+        and paths
+        and named.exists()
+        and not named.parent.samefile(paths[0].parent)
+    ):
+        return (
+            None,
+            f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir",
+        )
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:
             checkpoint = read(path)
@@ -454,13 +615,22 @@ def find_checkpoint(config, read):
         except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
             problems.append(f"cannot load {path} ({error!r:.200})")
     if checkpoint is None and problems:
-        return None, f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh"
+        return (
+            None,
+            f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh",
+        )
     if problems or not checkpoint:
         print(*problems or ["no checkpoint yet, starting afresh"], file=sys.stderr, sep="\n")
     theirs = checkpoint["config"] if checkpoint else config
-    names = [name for name in config if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]]
+    names = [
+        name
+        for name in config
+        if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]
+    ]
     if names:
-        differences = "; ".join(f"{name} is {theirs[name]} there, {config[name]} here" for name in names)
+        differences = "; ".join(
+            f"{name} is {theirs[name]} there, {config[name]} here" for name in names
+        )
         return None, f"{path} is of another run: {differences}"
     return checkpoint, None
 
@@ -483,8 +653,12 @@ class SignalHandler:
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
         self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
-        atexit.register(kill_workers)  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
-        self.group = distributed.new_group(None, TIMEOUT, "gloo") if accelerator.use_distributed else None
+        atexit.register(
+            kill_workers
+        )  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
+        self.group = (
+            distributed.new_group(None, TIMEOUT, "gloo") if accelerator.use_distributed else None
+        )
 
     def receive(self, number, frame=None):
         SignalHandler.received = self.received or number
@@ -500,7 +674,9 @@ class SignalHandler:
             self.pending_reduce.wait()
         stop = self.signal_tensor.item()
         self.signal_tensor.fill_(self.received)
-        self.pending_reduce = distributed.all_reduce(self.signal_tensor, distributed.ReduceOp.MAX, self.group, True)
+        self.pending_reduce = distributed.all_reduce(
+            self.signal_tensor, distributed.ReduceOp.MAX, self.group, True
+        )
         return stop
 
 
@@ -525,15 +701,32 @@ class Run:
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.write, stream.flush = (Unbreakable(OSError)(method) for method in (stream.write, stream.flush))
+            stream.write, stream.flush = (
+                Unbreakable(OSError)(method) for method in (stream.write, stream.flush)
+            )
         self.signals = SignalHandler(accelerator)
         main = accelerator.is_main_process
-        config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
-        versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
-        config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
-        config = json.dumps({"recipe": RECIPE, **config}, default=lambda x: float(x) if hasattr(x, "item") else str(x))
+        config |= {
+            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"
+        }
+        versions = {
+            package.__name__: package.__version__ for package in (torch, torchvision, accelerate)
+        }
+        config |= {
+            "world_size": accelerator.num_processes,
+            "versions": versions,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        config = json.dumps(
+            {"recipe": RECIPE, **config},
+            default=lambda x: float(x) if hasattr(x, "item") else str(x),
+        )
         self.config = config = json.loads(config)
-        found = [*find_checkpoint(config, self.read)] if main and config["resume"] is not None else [None, None]
+        found = (
+            [*find_checkpoint(config, self.read)]
+            if main and config["resume"] is not None
+            else [None, None]
+        )
         if self.signals.group:  # gloo: the default group would take it through the GPUs' memory
             distributed.broadcast_object_list(found, 0, self.signals.group)
         checkpoint, problem = found
@@ -547,22 +740,40 @@ class Run:
         for misfit in filter(None, utils.gather_object([problem])):
             exit_with_error(f"argument --resume: {misfit}")
         for later in Path(config["output_dir"]).glob(PATTERN) if main and checkpoint else ():
-            if later.name > f"step-{checkpoint['step']:08}.pt":  # or the next auto would resume from it
+            if (
+                later.name > f"step-{checkpoint['step']:08}.pt"
+            ):  # or the next auto would resume from it
                 renamed = later.rename(f"{later}.abandoned-{time.time():.0f}")
                 print(f"{later}: later than what this run resumes, renamed to {renamed}")
-        self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
-        self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
+        self.start, self.metrics = (
+            (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
+        )
+        self.accelerator, self.state, self.step, self.logged = (
+            accelerator,
+            state,
+            self.start,
+            self.start,
+        )
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.samples, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
         self.own_metrics = dict  # a recipe may set another: what it adds to every line of metrics, and to the summary
-        self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
+        self.file = open(
+            Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1
+        )
         self.file.write = Unbreakable(OSError)(self.file.write)
         self.file.write(self.metrics)
-        accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
+        accelerator.init_trackers(
+            RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)}
+        )
         self.console = Console(quiet=not main, highlight=False, markup=False, soft_wrap=True)
-        options = {"disable": not (main and self.console.is_interactive), "redirect_stderr": os.isatty(2)}
-        self.progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=self.console, **options)
+        options = {
+            "disable": not (main and self.console.is_interactive),
+            "redirect_stderr": os.isatty(2),
+        }
+        self.progress = Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), console=self.console, **options
+        )
         self.task = self.progress.add_task("steps", total=self.total_steps, completed=self.start)
         self.show("run", config | {"resumed_from": self.start})
         self.progress.start()
@@ -578,12 +789,19 @@ class Run:
         return checkpoint
 
     def show(self, title, values):
-        rows = [f"  {name}: {value}" for name, value in values.items() if value is not None and value is not False]
+        rows = [
+            f"  {name}: {value}"
+            for name, value in values.items()
+            if value is not None and value is not False
+        ]
         self.console.print(title, *rows, sep="\n")
 
     def epochs(self):
         """Return the epochs left, also one that was saved after its last step: its evaluation is missing."""
-        return range(max(self.start - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch) or 1)
+        return range(
+            max(self.start - 1, 0) // self.steps_per_epoch,
+            -(-self.total_steps // self.steps_per_epoch) or 1,
+        )
 
     def steps(self, epoch, loader):
         """Yield (step, its microbatches) for what is left of an epoch."""
@@ -593,7 +811,9 @@ class Run:
         skipped = (self.step - epoch * self.steps_per_epoch) * accumulation_steps
         batches = iter(skip_first_batches(loader, skipped) if skipped else loader)
         self.interval_start = time.perf_counter()
-        for step in range(self.step + 1, min((epoch + 1) * self.steps_per_epoch, self.total_steps) + 1):
+        for step in range(
+            self.step + 1, min((epoch + 1) * self.steps_per_epoch, self.total_steps) + 1
+        ):
             yield step, islice(batches, accumulation_steps)
 
     def add(self, metrics):
@@ -604,9 +824,17 @@ class Run:
 
     def finish_step(self, step, learning_rate):
         """After each optimizer step: log, save a checkpoint and stop, if any of them is due."""
-        self.step, stop, epoch_ends = step, self.signals.should_stop(), step % self.steps_per_epoch == 0
+        self.step, stop, epoch_ends = (
+            step,
+            self.signals.should_stop(),
+            step % self.steps_per_epoch == 0,
+        )
         self.progress.advance(self.task)
-        save = stop or step == self.total_steps or step % (self.config["checkpoint_every"] or math.inf) == 0
+        save = (
+            stop
+            or step == self.total_steps
+            or step % (self.config["checkpoint_every"] or math.inf) == 0
+        )
         if epoch_ends and not save:  # on a fast machine saving takes as long as an epoch
             (save,) = utils.broadcast_object_list([time.time() - self.saved > 60])
         if save or epoch_ends or step % self.config["log_every"] == 0:
@@ -614,23 +842,37 @@ class Run:
         if save:
             self.save(step)
         if stop:
-            self.exit(128 + stop, f"stopped after step {step}, which is saved: continue with --resume auto")
+            self.exit(
+                128 + stop,
+                f"stopped after step {step}, which is saved: continue with --resume auto",
+            )
 
     def log(self, learning_rate):
         """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
         norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
-        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None].float()))).tolist()  # waits for the device
+        totals = self.accelerator.reduce(
+            torch.cat((self.totals, norm[None].float()))
+        ).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
         values, samples = means(self.names, totals[:-1]), totals[-2]
         if not math.isfinite(values["loss"] + totals[-1]):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
-            self.exit(1, f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1")
+            self.exit(
+                1,
+                f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1",
+            )
         expected = (self.step - self.logged) * self.config["global_batch_size"]
         if not math.isclose(samples, expected, rel_tol=1e-3):  # float32 sums
-            remedy = "compute_loss has to return one value per sample, and load_data to use --batch-size"
+            remedy = (
+                "compute_loss has to return one value per sample, and load_data to use --batch-size"
+            )
             exit_with_error(f"{samples:.0f} values for {expected} samples: {remedy}")
         if self.logged > self.start:
-            self.samples, self.seconds, rate = self.samples + int(samples), self.seconds + seconds, samples / seconds
+            self.samples, self.seconds, rate = (
+                self.samples + int(samples),
+                self.seconds + seconds,
+                samples / seconds,
+            )
         self.totals, self.logged = 0, self.step
         values |= {"learning_rate": learning_rate, "samples_per_second": rate, **self.own_metrics()}
         self.write("train", values)
@@ -639,11 +881,18 @@ class Run:
     def write(self, event, values):
         """Put a line into metrics.jsonl, on the screen and to the trackers."""
         epoch = max(self.step - 1, 0) // self.steps_per_epoch + 1
-        line = json.dumps({"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}) + "\n"
+        line = (
+            json.dumps(
+                {"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}
+            )
+            + "\n"
+        )
         self.metrics += line
         self.file.write(line)
         values = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self.accelerator.log({f"{event}/{name}": value for name, value in values.items()}, step=self.step)
+        self.accelerator.log(
+            {f"{event}/{name}": value for name, value in values.items()}, step=self.step
+        )
         text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
         self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
 
@@ -653,10 +902,15 @@ class Run:
 
     def save(self, step):
         """Write step-N.pt, which is there whole or not at all, then delete all but the newest `--keep`."""
-        content, problem = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}, None
+        content, problem = (
+            {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics},
+            None,
+        )
         content["states"] = self.collect_state()
         # A learning rate that is a NumPy number could not be read again without running code.
-        content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
+        content = utils.recursively_apply(
+            numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic)
+        )
         directory, name = Path(self.config["output_dir"]), f"step-{step:08}.pt"
         try:
             if self.accelerator.is_main_process:
@@ -664,7 +918,9 @@ class Run:
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
-                torch.load(directory / "checkpoint.tmp", "cpu", weights_only=True, mmap=True)  # or no resume could
+                torch.load(
+                    directory / "checkpoint.tmp", "cpu", weights_only=True, mmap=True
+                )  # or no resume could
                 os.replace(directory / "checkpoint.tmp", directory / name)
                 entry = os.open(directory, os.O_RDONLY)
                 os.fsync(entry)  # or a power failure could undo the rename
@@ -692,18 +948,43 @@ class Run:
     def finish(self, test):
         """Print the results and write summary.json, unless a finished run was only evaluated again."""
         self.progress.stop()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
         peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
-        peaks, rate = utils.gather_object([peak]), self.samples / self.seconds if self.samples else None
-        losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
-        results = {"train_loss": losses[-1] if losses else None, **test, "seconds": time.time() - self.started}
-        results |= {"samples_per_second": rate, "measured_samples": self.samples, "measured_seconds": self.seconds}
-        results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks, **self.own_metrics()}
+        peaks, rate = (
+            utils.gather_object([peak]),
+            self.samples / self.seconds if self.samples else None,
+        )
+        losses = [
+            line["loss"]
+            for line in map(json.loads, self.metrics.splitlines())
+            if line["event"] == "train"
+        ]
+        results = {
+            "train_loss": losses[-1] if losses else None,
+            **test,
+            "seconds": time.time() - self.started,
+        }
+        results |= {
+            "samples_per_second": rate,
+            "measured_samples": self.samples,
+            "measured_seconds": self.seconds,
+        }
+        results |= {
+            "peak_memory_bytes": max(peaks),
+            "rank_peak_memory_bytes": peaks,
+            **self.own_metrics(),
+        }
         self.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")
-        if self.accelerator.is_main_process and not (path.exists() and self.start == self.total_steps):
+        if self.accelerator.is_main_process and not (
+            path.exists() and self.start == self.total_steps
+        ):
             temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
-            temporary.write_text(json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n")
+            temporary.write_text(
+                json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n"
+            )
             temporary.replace(path)
 
 
@@ -729,7 +1010,9 @@ def exit_with_error(message):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if SignalHandler.received:  # the launcher's, sent before this rank came here
             os._exit(2)
-        time.sleep(60)  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
+        time.sleep(
+            60
+        )  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(2)  # without the tear-down, in which gloo may abort
@@ -737,18 +1020,34 @@ def exit_with_error(message):
 
 def parse_args(**own_flags):
     """Return the parsed flags, with `own_flags`, {name: options of add_argument}, and lock the output directory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.error = exit_with_error
 
     def add(name, help, **options):
         default = "" if options.get("default") is None else " (default: %(default)s)"
         parser.add_argument(name, help=help + default, **options)
 
-    add("--data", "synthetic needs no files, no network", choices=("cifar10", "synthetic"), default="cifar10")
+    add(
+        "--data",
+        "synthetic needs no files, no network",
+        choices=("cifar10", "synthetic"),
+        default="cifar10",
+    )
     add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data")
     add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
-    add("--stem", "of resnet50: 3x3, or ImageNet's 7x7", choices=("cifar", "imagenet"), default="cifar")
-    add("--weights", "start from model.safetensors, or a state dict as torchvision's", metavar="PATH")
+    add(
+        "--stem",
+        "of resnet50: 3x3, or ImageNet's 7x7",
+        choices=("cifar", "imagenet"),
+        default="cifar",
+    )
+    add(
+        "--weights",
+        "start from model.safetensors, or a state dict as torchvision's",
+        metavar="PATH",
+    )
     add("--epochs", "passes over the training set; 0 only evaluates", type=int, default=30)
     add("--max-steps", "stop after this many optimizer steps", type=int)
     add("--batch-size", "samples per batch of the DataLoader", type=int, default=128)
@@ -758,35 +1057,73 @@ def parse_args(**own_flags):
         add(f"--{name.replace('_', '-')}", **options)
     add("--cpu", "do not use the GPUs: processes on CPU cores, over gloo", action="store_true")
     add("--output-dir", "for checkpoints, metrics, summary and weights", default=f"runs/{RECIPE}")
-    add("--checkpoint-every", "optimizer steps between checkpoints, besides those at epochs' ends", type=int)
+    add(
+        "--checkpoint-every",
+        "optimizer steps between checkpoints, besides those at epochs' ends",
+        type=int,
+    )
     add("--keep", "how many checkpoints to keep", type=int, default=2)
-    add("--resume", "resume from a checkpoint; auto: the newest in the output directory", metavar="{auto,PATH}")
-    add("--log-every", "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)", type=int)
-    add("--tracker", "where metrics go, too", choices=[x.value for x in accelerate.tracking.get_available_trackers()])
+    add(
+        "--resume",
+        "resume from a checkpoint; auto: the newest in the output directory",
+        metavar="{auto,PATH}",
+    )
+    add(
+        "--log-every",
+        "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)",
+        type=int,
+    )
+    add(
+        "--tracker",
+        "where metrics go, too",
+        choices=[x.value for x in accelerate.tracking.get_available_trackers()],
+    )
     args = parser.parse_args()
-    unchecked = own_flags.keys() - {"accumulation_steps", "clip_norm", "microbatches", "replicas"}  # a copy's own
+    unchecked = own_flags.keys() - {
+        "accumulation_steps",
+        "clip_norm",
+        "microbatches",
+        "replicas",
+    }  # a copy's own
     for name, value in vars(args).items():
         low, flag = -1 if name in ("epochs", "seed") else 0, f"--{name.replace('_', '-')}"
         if type(value) in (int, float) and name not in unchecked and not low < value < 2**32:
-            exit_with_error(f"argument {flag}: {value}, choose a number above {low} and below {2**32}")
+            exit_with_error(
+                f"argument {flag}: {value}, choose a number above {low} and below {2**32}"
+            )
     try:
         os.makedirs(args.output_dir, exist_ok=True)
-        if int(os.environ.get("RANK", 0)) == 0:  # two runs in one directory would destroy each other's checkpoints
-            lock = os.open(Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)  # until this process ends
+        if (
+            int(os.environ.get("RANK", 0)) == 0
+        ):  # two runs in one directory would destroy each other's checkpoints
+            lock = os.open(
+                Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666
+            )  # until this process ends
             os.lockf(lock, os.F_TLOCK, 0)
             os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
     except BlockingIOError:
         owner = os.read(lock, 99).decode().strip()
-        exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
+        exit_with_error(
+            f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir"
+        )
     except OSError as error:
-        exit_with_error(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another")
+        exit_with_error(
+            f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another"
+        )
     checkpoints = list(Path(args.output_dir).glob("step-*"))
-    restarts = [int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    launched = psutil.Process(os.getppid()).create_time() if restarts[0] else 0  # older ones are not of this launch
+    restarts = [
+        int(os.environ.get(name, 0))
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    ]
+    launched = (
+        psutil.Process(os.getppid()).create_time() if restarts[0] else 0
+    )  # older ones are not of this launch
     if any(restarts) and any(path.stat().st_mtime > launched for path in checkpoints):
         args.resume = "auto"
     if checkpoints and args.resume is None:
-        exit_with_error(f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir")
+        exit_with_error(
+            f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir"
+        )
     return args
 
 
@@ -795,31 +1132,52 @@ def make_accelerator(args, precision, *handlers):
     where the launcher was told something that this recipe does not do."""
     mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
-    rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # Accelerate's barriers would go to the GPUs all the same
+        )
+    rank, processes = (
+        utils.get_int_from_env(["LOCAL_RANK"], 0),
+        utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1),
+    )
     gpus = torch.cuda.device_count()
     if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-        exit_with_error("this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without")
+        exit_with_error(
+            "this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without"
+        )
     if 0 < gpus < processes:
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
+        exit_with_error(
+            f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu"
+        )
     if gpus:
         try:
             torch.cuda.set_device(rank)
             torch.ones(1, device="cuda")
         except RuntimeError as error:
             remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
-            exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")
+            exit_with_error(
+                f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}"
+            )
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
     args.log_every = args.log_every or (50 if gpus else 10)
-    supported = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
-    supported |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
+    supported = dict.fromkeys(
+        "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false"
+    )
+    supported |= {
+        "GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)),
+        "DYNAMO_BACKEND": "no",
+    }
     for name, ours in (supported | {"MIXED_PRECISION": mixed_precision}).items():
         told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
         if told not in ("no", ours):
-            exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
-    if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
+            exit_with_error(
+                f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help"
+            )
+    if (
+        utils.get_int_from_env(["WORLD_SIZE"], 1) > processes
+        and "GLOO_SOCKET_IFNAME" not in os.environ
+    ):
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
         # On the first machine that may be loopback, too: take the default route's.
         for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
@@ -829,30 +1187,48 @@ def make_accelerator(args, precision, *handlers):
                 own = probe.getsockname()[0]
             if not own.startswith("127.") or host in ("localhost", "127.0.0.1"):
                 break
-        interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
+        interfaces = [
+            name
+            for name, found in psutil.net_if_addrs().items()
+            if own in [x.address for x in found]
+        ]
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
-            socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60).close()
+            socket.create_connection(
+                (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60
+            ).close()
         except OSError as error:  # torch would look for its store until TIMEOUT
-            exit_with_error(f"the launcher, or that of the first machine, has ended ({error}): its output says why")
+            exit_with_error(
+                f"the launcher, or that of the first machine, has ended ({error}): its output says why"
+            )
         if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
             # The store still has the addresses of the processes that died: keep the new ones from dialling them.
             store, rank, world_size = next(distributed.rendezvous("env://"))
             store = distributed.PrefixStore(f"attempt {attempt}", store)
-            distributed.init_process_group("nccl" if gpus else "gloo", None, TIMEOUT, world_size, rank, store)
-    data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: the seeds must not overlap
+            distributed.init_process_group(
+                "nccl" if gpus else "gloo", None, TIMEOUT, world_size, rank, store
+            )
+    data_seed = random.Random(args.seed).getrandbits(
+        31
+    )  # Accelerate adds the epoch: the seeds must not overlap
     accelerator = Accelerator(
         cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed, non_blocking=True),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=data_seed, non_blocking=True
+        ),
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
-    launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)
+    launched = utils.get_int_from_env(
+        ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1
+    )
     if launched != (seen := accelerator.num_processes):
-        exit_with_error(f"{launched} processes were started, this one sees {seen}: start them with accelerate launch")
+        exit_with_error(
+            f"{launched} processes were started, this one sees {seen}: start them with accelerate launch"
+        )
     return accelerator
 
 
@@ -870,7 +1246,9 @@ class ImageTensors(Dataset):
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # for workers
+        self.augmentation = torch.zeros(
+            3, len(labels), dtype=torch.int64, device=device
+        ).share_memory_()  # for workers
 
     def __len__(self):
         return len(self.labels)
@@ -878,9 +1256,13 @@ class ImageTensors(Dataset):
     def set_epoch(self, epoch):
         """Draw crop and flip of every sample from (seed, epoch, index) alone, whichever process holds it."""
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(random.Random(f"{self.seed}/{epoch}").getrandbits(32))
+            generator = torch.Generator().manual_seed(
+                random.Random(f"{self.seed}/{epoch}").getrandbits(32)
+            )
             offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
-            self.augmentation[:] = torch.cat((offsets, torch.randint(2, (1, len(self)), generator=generator)))
+            self.augmentation[:] = torch.cat(
+                (offsets, torch.randint(2, (1, len(self)), generator=generator))
+            )
 
     def __getitems__(self, indices):
         index = torch.tensor(indices).to(self.labels.device, non_blocking=True)
@@ -898,7 +1280,10 @@ def cifar10(directory, accelerator):
     problem = None  # told below: no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
-            sets = [torchvision.datasets.CIFAR10(directory, train=train, download=True) for train in (True, False)]
+            sets = [
+                torchvision.datasets.CIFAR10(directory, train=train, download=True)
+                for train in (True, False)
+            ]
         except (OSError, RuntimeError) as error:
             problem = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic"
     for found in filter(None, utils.gather_object([problem])):
@@ -909,7 +1294,10 @@ def cifar10(directory, accelerator):
 def synthetic_images(samples, seed):
     """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = 128 + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
+    patterns = (
+        128
+        + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
+    )
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
     images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])

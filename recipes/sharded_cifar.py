@@ -65,11 +65,24 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as checkpointed
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 RECIPE = "sharded_cifar"
 
@@ -86,8 +99,13 @@ def load_data(args, accelerator):
         train_set, test_set = cifar10(args.data_dir, accelerator)
     train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
     test_set = ImageTensors(*test_set, accelerator.device)
-    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # ImageTensors makes whole batches
-    return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(test_set, **options)
+    options = {
+        "batch_size": args.batch_size,
+        "collate_fn": tuple,
+    }  # ImageTensors makes whole batches
+    return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(
+        test_set, **options
+    )
 
 
 def build_model(args):
@@ -99,10 +117,16 @@ def build_model(args):
             nn.Sequential(nn.Flatten(), nn.Linear(128, 10)),
         )
     else:
-        model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)  # blocks begin as the identity
-        if args.stem == "cifar":  # 32 x 32 images are small already: do not shrink them fourfold before the first block
+        model = torchvision.models.resnet50(
+            num_classes=10, zero_init_residual=True
+        )  # blocks begin as the identity
+        if (
+            args.stem == "cifar"
+        ):  # 32 x 32 images are small already: do not shrink them fourfold before the first block
             model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # the layout in which convolutions are fastest
+    return model.to(
+        memory_format=torch.channels_last
+    )  # the layout in which convolutions are fastest
 
 
 def compute_loss(model, batch):
@@ -115,7 +139,10 @@ def compute_loss(model, batch):
     """
     images, labels = batch
     logits = model(images)
-    return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
+    return {
+        "loss": F.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": logits.argmax(1) == labels,
+    }
 
 
 def shard_units(model):
@@ -128,20 +155,32 @@ def shard_units(model):
     """
     units = []
     for child in model.children():
-        listed = isinstance(model, nn.Sequential | nn.ModuleList) and type(child).forward is not nn.Module.forward
+        listed = (
+            isinstance(model, nn.Sequential | nn.ModuleList)
+            and type(child).forward is not nn.Module.forward
+        )
         units += [child] if listed else shard_units(child)
     return [unit for unit in units if any(True for _ in unit.parameters())]
 
 
 def shard(model, args, mesh, bf16):
     """Shard the units of a model on the meta device over the mesh, and then what is left of it."""
-    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()}
+    options = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+    }
     fp32, precision = MixedPrecisionPolicy(), MixedPrecisionPolicy()
     if bf16:  # gathered and computed in bf16; gradients reduced in fp32
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model.to(memory_format=torch.contiguous_format)  # FSDP requires it; activations stay channels_last
+    model.to(
+        memory_format=torch.contiguous_format
+    )  # FSDP requires it; activations stay channels_last
     for unit in [*shard_units(model), model]:
-        norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        norms = [
+            module
+            for module in unit.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+        ]
         if args.activation_checkpointing and unit is not model:
             checkpoint_activations(unit, norms)
         own = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
@@ -180,7 +219,9 @@ def send_weights(whole, model, accelerator, mesh, offload):
         if whole:
             tensor.copy_(tensors[name].detach())
         if isinstance(value, DTensor):
-            value.to_local().detach().copy_(distribute_tensor(tensor, mesh, value.placements).to_local())
+            value.to_local().detach().copy_(
+                distribute_tensor(tensor, mesh, value.placements).to_local()
+            )
         else:
             distributed.broadcast(tensor, 0)
             value.data = tensor
@@ -197,7 +238,9 @@ def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
         if clip_norm and accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:  # fp16 skips on overflow
+        if (
+            accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
+        ):  # fp16 skips on overflow
             scheduler.step()
         optimizer.zero_grad()
     return metrics
@@ -216,13 +259,17 @@ def evaluate(accelerator, model, loader):
     """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
     frozen = [module for module in model.modules() if not module.training]  # to stay in eval mode
     model.eval()
-    utils.broadcast(list(model.buffers()))  # in place: all ranks evaluate with rank 0's BatchNorm statistics
+    utils.broadcast(
+        list(model.buffers())
+    )  # in place: all ranks evaluate with rank 0's BatchNorm statistics
     loader.set_epoch(0)  # the same random transforms in each evaluation
     totals = 0
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index, accelerator.process_index)
         metrics = compute_loss(model, batch)
-        totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # drops the last batches' padding
+        totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(
+            0
+        )  # drops the last batches' padding
     model.train()  # undoes what a module may do in `eval`, such as merging weights
     for module in frozen:
         module.training = False
@@ -235,7 +282,9 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
         for step, microbatches in run.steps(epoch, train_loader):
             learning_rate = scheduler.get_last_lr()[0]
             for index, batch in enumerate(microbatches):
-                seed_rng(args.seed, step, index, accelerator.process_index)  # a resumed run repeats dropout
+                seed_rng(
+                    args.seed, step, index, accelerator.process_index
+                )  # a resumed run repeats dropout
                 run.add(train_step(accelerator, model, optimizer, scheduler, batch, args.clip_norm))
             run.finish_step(step, learning_rate)  # metrics, checkpoint, signals
         test = evaluate(accelerator, model, test_loader)
@@ -245,22 +294,39 @@ def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, t
 
 def save_weights(model, path, is_main_process):
     """Write model.safetensors, gathered tensor by tensor: no process ever holds the whole model for it."""
-    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    names |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+    names = {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+    }
+    names |= {
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+    }
     names |= {torch.bool: "BOOL", torch.complex64: "C64"}
     # Largest elements first: aligned without gaps, as the format demands.
     values = sorted(model.state_dict().items(), key=lambda item: -item[1].element_size())
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, value in values:
         begin, end = end, end + value.numel() * value.element_size()
-        header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": names[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
     header = json.dumps(header).encode()
     header += b" " * (-len(header) % 8)
     temporary = path.with_suffix(".tmp")  # an earlier one stays until this is whole
     with open(temporary if is_main_process else os.devnull, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for _, value in values:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value  # in which all processes take part
+            whole = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            )  # in which all processes take part
             whole = whole.detach().cpu()  # on all of them: none may run ahead of the file
             file.write(whole.flatten().view(torch.uint8).numpy() if is_main_process else b"")
     if is_main_process:
@@ -269,69 +335,125 @@ def save_weights(model, path, is_main_process):
 
 def main():
     args = parse_args(
-        precision={"choices": ("fp32", "bf16"), "default": "fp32", "help": "bf16: gradients are summed in fp32"},
-        replicas={"type": int, "default": 1, "help": "sharded models side by side, such as one per node (HSDP)"},
+        precision={
+            "choices": ("fp32", "bf16"),
+            "default": "fp32",
+            "help": "bf16: gradients are summed in fp32",
+        },
+        replicas={
+            "type": int,
+            "default": 1,
+            "help": "sharded models side by side, such as one per node (HSDP)",
+        },
         accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
-        sync_each_batch={"action": "store_true", "help": "accumulate gradients in shards, not whole: less memory"},
+        sync_each_batch={
+            "action": "store_true",
+            "help": "accumulate gradients in shards, not whole: less memory",
+        },
         clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
-        activation_checkpointing={"action": "store_true", "help": "compute activations twice instead of keeping them"},
-        cpu_offload={"action": "store_true", "help": "shards in the hosts' memory, on the GPU only while in use"},
+        activation_checkpointing={
+            "action": "store_true",
+            "help": "compute activations twice instead of keeping them",
+        },
+        cpu_offload={
+            "action": "store_true",
+            "help": "shards in the hosts' memory, on the GPU only while in use",
+        },
     )
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
     if processes % args.replicas:
-        exit_with_error(f"argument --replicas: {args.replicas} do not divide the {processes} process(es)")
+        exit_with_error(
+            f"argument --replicas: {args.replicas} do not divide the {processes} process(es)"
+        )
     if args.cpu_offload and (args.cpu or not torch.cuda.is_available()):
-        exit_with_error("argument --cpu-offload: there is nothing to offload without a GPU, leave it out")
+        exit_with_error(
+            "argument --cpu-offload: there is nothing to offload without a GPU, leave it out"
+        )
     accelerator = make_accelerator(args, args.precision)
-    if args.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+    if (
+        args.precision == "bf16"
+        and torch.cuda.is_available()
+        and not torch.cuda.is_bf16_supported(False)
+    ):
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
-    train_loader, test_loader = accelerator.prepare(*reproducible(load_data(args, accelerator), args.seed))
+    train_loader, test_loader = accelerator.prepare(
+        *reproducible(load_data(args, accelerator), args.seed)
+    )
     # An incomplete last global batch is dropped, so that N processes take the same steps as one process with N
     # microbatches. `min`: never accumulate over more than an epoch.
-    accumulation_steps = accelerator.gradient_accumulation_steps = min(args.accumulation_steps, len(train_loader))
+    accumulation_steps = accelerator.gradient_accumulation_steps = min(
+        args.accumulation_steps, len(train_loader)
+    )
     if accumulation_steps == 0:
-        exit_with_error(f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size")
+        exit_with_error(
+            f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size"
+        )
     steps_per_epoch = len(train_loader) // accumulation_steps
     total_steps = min(args.epochs * steps_per_epoch, args.max_steps or math.inf)
     global_batch = args.batch_size * accumulation_steps * accelerator.num_processes
     peak_lr = args.lr * global_batch / 128
 
     mesh = make_mesh(accelerator, args)
-    whole = load_weights(accelerator, build_model(args), args) if accelerator.is_main_process else None
+    whole = (
+        load_weights(accelerator, build_model(args), args) if accelerator.is_main_process else None
+    )
     wait_for_main_process(accelerator)
     with torch.device("meta"):  # shapes without memory
         model = build_model(args)
     total = sum(p.numel() for p in model.parameters())
     units = [set(unit.parameters()) for unit in shard_units(model)]
     inside = {module for unit in shard_units(model) for module in unit.modules()}
-    units += [{p for module in {*model.modules()} - inside for p in module.parameters(recurse=False)}]  # the root
+    units += [
+        {p for module in {*model.modules()} - inside for p in module.parameters(recurse=False)}
+    ]  # the root
     if len(set(chain(*units))) < sum(map(len, units)):
-        exit_with_error("shard_units: a unit shares a parameter with another or with the root: put both into one")
+        exit_with_error(
+            "shard_units: a unit shares a parameter with another or with the root: put both into one"
+        )
     sizes = [sum(p.numel() for p in parameters) for parameters in units]
     shard(model, args, mesh, accelerator.mixed_precision == "bf16")
     send_weights(whole, model, accelerator, mesh, args.cpu_offload)
     del whole
-    if not (args.sync_each_batch or args.cpu_offload):  # gradients stay whole on each rank until the last microbatch
-        model.register_forward_pre_hook(lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients))
+    if not (
+        args.sync_each_batch or args.cpu_offload
+    ):  # gradients stay whole on each rank until the last microbatch
+        model.register_forward_pre_hook(
+            lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients)
+        )
     # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others before each pass, too.
-    owners = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    owners = [
+        module
+        for module in model.modules()
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     if others := [buffer for module in owners for buffer in module.buffers(recurse=False)]:
         model.register_forward_pre_hook(lambda *_: utils.broadcast(others) and None)
     # Not fused: torch has no rule for a fused SGD on sharded parameters (there is one for Adam and AdamW).
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_lambda(step, max(1, total_steps))
+    )
     shards = Shards(model, optimizer, accelerator.device)
     # Not the model: Accelerate would wrap it in DDP.
     optimizer = accelerator.prepare(optimizer)
 
-    config = {"precision": "fp32", **vars(args), "global_batch_size": global_batch, "peak_learning_rate": peak_lr}
+    config = {
+        "precision": "fp32",
+        **vars(args),
+        "global_batch_size": global_batch,
+        "peak_learning_rate": peak_lr,
+    }
     config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
     mine = sum(p.to_local().numel() for p in model.parameters())
-    config["holds"] = f"{mine:,} of {total:,} parameters per process, {max(sizes):,} in the largest unit"
+    config["holds"] = (
+        f"{mine:,} of {total:,} parameters per process, {max(sizes):,} in the largest unit"
+    )
     run = ShardedRun(accelerator, config, {"model": shards, "scheduler": scheduler})
-    test = training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args)
+    test = training_loop(
+        run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args
+    )
     save_weights(model, Path(args.output_dir, "model.safetensors"), accelerator.is_main_process)
     run.finish(test)
     # Free the model before the process group: at the interpreter's exit, gloo may abort.
@@ -345,7 +467,11 @@ def main():
 def mean_loss(metrics):
     """Return the mean loss, weighted by "weight" if given: the scalar to backpropagate."""
     weight = metrics.get("weight")
-    return metrics["loss"].mean() if weight is None else (metrics["loss"] * weight).sum() / weight.sum()
+    return (
+        metrics["loss"].mean()
+        if weight is None
+        else (metrics["loss"] * weight).sum() / weight.sum()
+    )
 
 
 def sample_rows(metrics):
@@ -363,14 +489,24 @@ def sample_rows(metrics):
 def means(names, sums):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
     weight = sums[-2] or math.nan
-    return dict(zip([name for name in names if name != "weight"], [x / weight for x in sums[:-2]], strict=True))
+    return dict(
+        zip(
+            [name for name in names if name != "weight"],
+            [x / weight for x in sums[:-2]],
+            strict=True,
+        )
+    )
 
 
 def test_metrics(names, sums, samples):
     """Return the means of an evaluation; exit with an error unless all `samples` of the test set were counted."""
     if (counted := int(sums[-1])) != samples:
-        exit_with_error(f"evaluate: {counted} of {samples} samples counted: return one value per sample, no drop_last")
-    return {f"test_{name}": value for name, value in means(names, sums).items()} | {"samples": samples}
+        exit_with_error(
+            f"evaluate: {counted} of {samples} samples counted: return one value per sample, no drop_last"
+        )
+    return {f"test_{name}": value for name, value in means(names, sums).items()} | {
+        "samples": samples
+    }
 
 
 def seed_rng(*key):
@@ -389,7 +525,9 @@ class SeededSamples(Dataset):
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see it change
+        self.epoch = torch.zeros(
+            (), dtype=torch.int64
+        ).share_memory_()  # so that persistent workers see it change
 
     def __len__(self):
         return len(self.dataset)
@@ -407,19 +545,28 @@ def reproducible(loaders, seed):
     Subsets they are, have a `set_epoch`, and then have to seed themselves. Exit with an error if the loaders cannot be
     divided among processes and resumed exactly."""
     for loader, drop_last in zip(loaders, (True, False), strict=True):
-        kinds = type(loader.batch_sampler), type(getattr(loader.batch_sampler, "sampler", loader.sampler))
+        kinds = (
+            type(loader.batch_sampler),
+            type(getattr(loader.batch_sampler, "sampler", loader.sampler)),
+        )
         if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
             names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
-            exit_with_error(f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size, shuffle")
+            exit_with_error(
+                f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size, shuffle"
+            )
         if loader.batch_sampler.drop_last != drop_last or len(loader.dataset) == 0:
-            exit_with_error("load_data: training needs drop_last=True, the test drop_last=False and some samples")
+            exit_with_error(
+                "load_data: training needs drop_last=True, the test drop_last=False and some samples"
+            )
         inner = loader.dataset
         while isinstance(inner, Subset):
             inner = inner.dataset
         if hasattr(inner, "set_epoch"):
             loader.dataset.set_epoch = inner.set_epoch
         else:
-            vars(loader)["dataset"] = SeededSamples(loader.dataset, seed)  # DataLoader forbids assigning it
+            vars(loader)["dataset"] = SeededSamples(
+                loader.dataset, seed
+            )  # DataLoader forbids assigning it
         loader.dataset.set_epoch(0)
     return loaders
 
@@ -428,21 +575,35 @@ def load_weights(accelerator, model, args):
     """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
     own = model.state_dict()
     if not all(map(torch.is_tensor, own.values())):
-        exit_with_error("build_model: get_extra_state has to return a tensor, which model.safetensors can hold")
+        exit_with_error(
+            "build_model: get_extra_state has to return a tensor, which model.safetensors can hold"
+        )
     if not model.training:
-        exit_with_error("build_model: the model is in eval mode, as from_pretrained returns it: return model.train()")
+        exit_with_error(
+            "build_model: the model is in eval mode, as from_pretrained returns it: return model.train()"
+        )
     if args.weights is not None:
         try:
             weights = utils.load_state_dict(args.weights)  # runs no code
-            fits = {name: x for name, x in weights.items() if name in own and own[name].shape == x.shape}
+            fits = {
+                name: x for name, x in weights.items() if name in own and own[name].shape == x.shape
+            }
         except Exception as error:  # whatever another kind of file makes the readers stumble over
             exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-        filled = {own[name].data_ptr() for name in fits}  # a name tied to another one is not in every file
-        misfits = sorted(name for name in own | weights if name not in own or own[name].data_ptr() not in filled)
+        filled = {
+            own[name].data_ptr() for name in fits
+        }  # a name tied to another one is not in every file
+        misfits = sorted(
+            name for name in own | weights if name not in own or own[name].data_ptr() not in filled
+        )
         if not fits or (misfits and args.epochs == 0):
-            exit_with_error(f"argument --weights: {args.weights} does not fit this model: {', '.join(misfits)}")
+            exit_with_error(
+                f"argument --weights: {args.weights} does not fit this model: {', '.join(misfits)}"
+            )
         model.load_state_dict(fits, strict=False)
-        accelerator.print(f"loaded {args.weights}; names that do not fit: {', '.join(misfits) or 'nothing'}")
+        accelerator.print(
+            f"loaded {args.weights}; names that do not fit: {', '.join(misfits) or 'nothing'}"
+        )
     return model
 
 
@@ -451,7 +612,9 @@ IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep
     accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
     holds sync_each_batch activation_checkpointing cpu_offload""".split()
 LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
-TIMEOUT = timedelta(hours=2)  # for whoever waits for the main process's download, or for its reading a checkpoint
+TIMEOUT = timedelta(
+    hours=2
+)  # for whoever waits for the main process's download, or for its reading a checkpoint
 FORMAT = 3
 PATTERN = f"step-{'[0-9]' * 8}"  # a folder
 
@@ -459,10 +622,22 @@ PATTERN = f"step-{'[0-9]' * 8}"  # a folder
 def find_checkpoint(config, read):
     """Return the checkpoint of `--resume` (auto: the newest intact one) or None, and, if it is unusable or of another
     run, why."""
-    paths, checkpoint, problems = sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True), None, []
+    paths, checkpoint, problems = (
+        sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True),
+        None,
+        [],
+    )
     named = Path(config["resume"])
-    if config["resume"] != "auto" and paths and named.exists() and not named.parent.samefile(paths[0].parent):
-        return None, f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir"
+    if (
+        config["resume"] != "auto"
+        and paths
+        and named.exists()
+        and not named.parent.samefile(paths[0].parent)
+    ):
+        return (
+            None,
+            f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir",
+        )
     for path in paths if config["resume"] == "auto" else [config["resume"]]:
         try:
             checkpoint = read(path)
@@ -470,13 +645,22 @@ def find_checkpoint(config, read):
         except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
             problems.append(f"cannot load {path} ({error!r:.200})")
     if checkpoint is None and problems:
-        return None, f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh"
+        return (
+            None,
+            f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh",
+        )
     if problems or not checkpoint:
         print(*problems or ["no checkpoint yet, starting afresh"], file=sys.stderr, sep="\n")
     theirs = checkpoint["config"] if checkpoint else config
-    names = [name for name in config if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]]
+    names = [
+        name
+        for name in config
+        if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]
+    ]
     if names:
-        differences = "; ".join(f"{name} is {theirs[name]} there, {config[name]} here" for name in names)
+        differences = "; ".join(
+            f"{name} is {theirs[name]} there, {config[name]} here" for name in names
+        )
         return None, f"{path} is of another run: {differences}"
     return checkpoint, None
 
@@ -499,8 +683,12 @@ class SignalHandler:
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
         self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
-        atexit.register(kill_workers)  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
-        self.group = distributed.new_group(None, TIMEOUT, "gloo") if accelerator.use_distributed else None
+        atexit.register(
+            kill_workers
+        )  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
+        self.group = (
+            distributed.new_group(None, TIMEOUT, "gloo") if accelerator.use_distributed else None
+        )
 
     def receive(self, number, frame=None):
         SignalHandler.received = self.received or number
@@ -516,7 +704,9 @@ class SignalHandler:
             self.pending_reduce.wait()
         stop = self.signal_tensor.item()
         self.signal_tensor.fill_(self.received)
-        self.pending_reduce = distributed.all_reduce(self.signal_tensor, distributed.ReduceOp.MAX, self.group, True)
+        self.pending_reduce = distributed.all_reduce(
+            self.signal_tensor, distributed.ReduceOp.MAX, self.group, True
+        )
         return stop
 
 
@@ -541,15 +731,32 @@ class Run:
 
     def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.write, stream.flush = (Unbreakable(OSError)(method) for method in (stream.write, stream.flush))
+            stream.write, stream.flush = (
+                Unbreakable(OSError)(method) for method in (stream.write, stream.flush)
+            )
         self.signals = SignalHandler(accelerator)
         main = accelerator.is_main_process
-        config |= {"device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"}
-        versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
-        config |= {"world_size": accelerator.num_processes, "versions": versions, "date": time.strftime("%Y-%m-%d")}
-        config = json.dumps({"recipe": RECIPE, **config}, default=lambda x: float(x) if hasattr(x, "item") else str(x))
+        config |= {
+            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"
+        }
+        versions = {
+            package.__name__: package.__version__ for package in (torch, torchvision, accelerate)
+        }
+        config |= {
+            "world_size": accelerator.num_processes,
+            "versions": versions,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        config = json.dumps(
+            {"recipe": RECIPE, **config},
+            default=lambda x: float(x) if hasattr(x, "item") else str(x),
+        )
         self.config = config = json.loads(config)
-        found = [*find_checkpoint(config, self.read)] if main and config["resume"] is not None else [None, None]
+        found = (
+            [*find_checkpoint(config, self.read)]
+            if main and config["resume"] is not None
+            else [None, None]
+        )
         if self.signals.group:  # gloo: the default group would take it through the GPUs' memory
             distributed.broadcast_object_list(found, 0, self.signals.group)
         checkpoint, problem = found
@@ -563,22 +770,40 @@ class Run:
         for misfit in filter(None, utils.gather_object([problem])):
             exit_with_error(f"argument --resume: {misfit}")
         for later in Path(config["output_dir"]).glob(PATTERN) if main and checkpoint else ():
-            if later.name > f"step-{checkpoint['step']:08}.pt":  # or the next auto would resume from it
+            if (
+                later.name > f"step-{checkpoint['step']:08}.pt"
+            ):  # or the next auto would resume from it
                 renamed = later.rename(f"{later}.abandoned-{time.time():.0f}")
                 print(f"{later}: later than what this run resumes, renamed to {renamed}")
-        self.start, self.metrics = (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
-        self.accelerator, self.state, self.step, self.logged = accelerator, state, self.start, self.start
+        self.start, self.metrics = (
+            (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
+        )
+        self.accelerator, self.state, self.step, self.logged = (
+            accelerator,
+            state,
+            self.start,
+            self.start,
+        )
         self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
         self.names, self.totals, self.samples, self.seconds = [], 0, 0, 0.0
         self.started = self.saved = time.time()
         self.own_metrics = dict  # a recipe may set another: what it adds to every line of metrics, and to the summary
-        self.file = open(Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1)
+        self.file = open(
+            Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1
+        )
         self.file.write = Unbreakable(OSError)(self.file.write)
         self.file.write(self.metrics)
-        accelerator.init_trackers(RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)})
+        accelerator.init_trackers(
+            RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)}
+        )
         self.console = Console(quiet=not main, highlight=False, markup=False, soft_wrap=True)
-        options = {"disable": not (main and self.console.is_interactive), "redirect_stderr": os.isatty(2)}
-        self.progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=self.console, **options)
+        options = {
+            "disable": not (main and self.console.is_interactive),
+            "redirect_stderr": os.isatty(2),
+        }
+        self.progress = Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), console=self.console, **options
+        )
         self.task = self.progress.add_task("steps", total=self.total_steps, completed=self.start)
         self.show("run", config | {"resumed_from": self.start})
         self.progress.start()
@@ -594,12 +819,19 @@ class Run:
         return checkpoint
 
     def show(self, title, values):
-        rows = [f"  {name}: {value}" for name, value in values.items() if value is not None and value is not False]
+        rows = [
+            f"  {name}: {value}"
+            for name, value in values.items()
+            if value is not None and value is not False
+        ]
         self.console.print(title, *rows, sep="\n")
 
     def epochs(self):
         """Return the epochs left, also one that was saved after its last step: its evaluation is missing."""
-        return range(max(self.start - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch) or 1)
+        return range(
+            max(self.start - 1, 0) // self.steps_per_epoch,
+            -(-self.total_steps // self.steps_per_epoch) or 1,
+        )
 
     def steps(self, epoch, loader):
         """Yield (step, its microbatches) for what is left of an epoch."""
@@ -609,7 +841,9 @@ class Run:
         skipped = (self.step - epoch * self.steps_per_epoch) * accumulation_steps
         batches = iter(skip_first_batches(loader, skipped) if skipped else loader)
         self.interval_start = time.perf_counter()
-        for step in range(self.step + 1, min((epoch + 1) * self.steps_per_epoch, self.total_steps) + 1):
+        for step in range(
+            self.step + 1, min((epoch + 1) * self.steps_per_epoch, self.total_steps) + 1
+        ):
             yield step, islice(batches, accumulation_steps)
 
     def add(self, metrics):
@@ -620,9 +854,17 @@ class Run:
 
     def finish_step(self, step, learning_rate):
         """After each optimizer step: log, save a checkpoint and stop, if any of them is due."""
-        self.step, stop, epoch_ends = step, self.signals.should_stop(), step % self.steps_per_epoch == 0
+        self.step, stop, epoch_ends = (
+            step,
+            self.signals.should_stop(),
+            step % self.steps_per_epoch == 0,
+        )
         self.progress.advance(self.task)
-        save = stop or step == self.total_steps or step % (self.config["checkpoint_every"] or math.inf) == 0
+        save = (
+            stop
+            or step == self.total_steps
+            or step % (self.config["checkpoint_every"] or math.inf) == 0
+        )
         if epoch_ends and not save:  # on a fast machine saving takes as long as an epoch
             (save,) = utils.broadcast_object_list([time.time() - self.saved > 60])
         if save or epoch_ends or step % self.config["log_every"] == 0:
@@ -630,23 +872,37 @@ class Run:
         if save:
             self.save(step)
         if stop:
-            self.exit(128 + stop, f"stopped after step {step}, which is saved: continue with --resume auto")
+            self.exit(
+                128 + stop,
+                f"stopped after step {step}, which is saved: continue with --resume auto",
+            )
 
     def log(self, learning_rate):
         """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
         norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
-        totals = self.accelerator.reduce(torch.cat((self.totals, norm[None].float()))).tolist()  # waits for the device
+        totals = self.accelerator.reduce(
+            torch.cat((self.totals, norm[None].float()))
+        ).tolist()  # waits for the device
         seconds, rate = time.perf_counter() - self.interval_start, None
         values, samples = means(self.names, totals[:-1]), totals[-2]
         if not math.isfinite(values["loss"] + totals[-1]):
             where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
-            self.exit(1, f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1")
+            self.exit(
+                1,
+                f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1",
+            )
         expected = (self.step - self.logged) * self.config["global_batch_size"]
         if not math.isclose(samples, expected, rel_tol=1e-3):  # float32 sums
-            remedy = "compute_loss has to return one value per sample, and load_data to use --batch-size"
+            remedy = (
+                "compute_loss has to return one value per sample, and load_data to use --batch-size"
+            )
             exit_with_error(f"{samples:.0f} values for {expected} samples: {remedy}")
         if self.logged > self.start:
-            self.samples, self.seconds, rate = self.samples + int(samples), self.seconds + seconds, samples / seconds
+            self.samples, self.seconds, rate = (
+                self.samples + int(samples),
+                self.seconds + seconds,
+                samples / seconds,
+            )
         self.totals, self.logged = 0, self.step
         values |= {"learning_rate": learning_rate, "samples_per_second": rate, **self.own_metrics()}
         self.write("train", values)
@@ -655,11 +911,18 @@ class Run:
     def write(self, event, values):
         """Put a line into metrics.jsonl, on the screen and to the trackers."""
         epoch = max(self.step - 1, 0) // self.steps_per_epoch + 1
-        line = json.dumps({"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}) + "\n"
+        line = (
+            json.dumps(
+                {"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}
+            )
+            + "\n"
+        )
         self.metrics += line
         self.file.write(line)
         values = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self.accelerator.log({f"{event}/{name}": value for name, value in values.items()}, step=self.step)
+        self.accelerator.log(
+            {f"{event}/{name}": value for name, value in values.items()}, step=self.step
+        )
         text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
         self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
 
@@ -669,10 +932,15 @@ class Run:
 
     def save(self, step):
         """Write step-N.pt, which is there whole or not at all, then delete all but the newest `--keep`."""
-        content, problem = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}, None
+        content, problem = (
+            {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics},
+            None,
+        )
         content["states"] = self.collect_state()
         # A learning rate that is a NumPy number could not be read again without running code.
-        content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
+        content = utils.recursively_apply(
+            numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic)
+        )
         directory, name = Path(self.config["output_dir"]), f"step-{step:08}.pt"
         try:
             if self.accelerator.is_main_process:
@@ -680,7 +948,9 @@ class Run:
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
-                torch.load(directory / "checkpoint.tmp", "cpu", weights_only=True, mmap=True)  # or no resume could
+                torch.load(
+                    directory / "checkpoint.tmp", "cpu", weights_only=True, mmap=True
+                )  # or no resume could
                 os.replace(directory / "checkpoint.tmp", directory / name)
                 entry = os.open(directory, os.O_RDONLY)
                 os.fsync(entry)  # or a power failure could undo the rename
@@ -708,18 +978,43 @@ class Run:
     def finish(self, test):
         """Print the results and write summary.json, unless a finished run was only evaluated again."""
         self.progress.stop()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
         peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
-        peaks, rate = utils.gather_object([peak]), self.samples / self.seconds if self.samples else None
-        losses = [line["loss"] for line in map(json.loads, self.metrics.splitlines()) if line["event"] == "train"]
-        results = {"train_loss": losses[-1] if losses else None, **test, "seconds": time.time() - self.started}
-        results |= {"samples_per_second": rate, "measured_samples": self.samples, "measured_seconds": self.seconds}
-        results |= {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks, **self.own_metrics()}
+        peaks, rate = (
+            utils.gather_object([peak]),
+            self.samples / self.seconds if self.samples else None,
+        )
+        losses = [
+            line["loss"]
+            for line in map(json.loads, self.metrics.splitlines())
+            if line["event"] == "train"
+        ]
+        results = {
+            "train_loss": losses[-1] if losses else None,
+            **test,
+            "seconds": time.time() - self.started,
+        }
+        results |= {
+            "samples_per_second": rate,
+            "measured_samples": self.samples,
+            "measured_seconds": self.seconds,
+        }
+        results |= {
+            "peak_memory_bytes": max(peaks),
+            "rank_peak_memory_bytes": peaks,
+            **self.own_metrics(),
+        }
         self.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")
-        if self.accelerator.is_main_process and not (path.exists() and self.start == self.total_steps):
+        if self.accelerator.is_main_process and not (
+            path.exists() and self.start == self.total_steps
+        ):
             temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
-            temporary.write_text(json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n")
+            temporary.write_text(
+                json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n"
+            )
             temporary.replace(path)
 
 
@@ -747,7 +1042,9 @@ def wait_for_main_process(accelerator):
 def held_bytes(tensors):
     """Return how many bytes this process holds for these tensors, of sharded ones with its padding."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values()
+    )
 
 
 def checksum(path):
@@ -774,13 +1071,20 @@ class Shards:
 
     def parameters(self):
         """For `Run.log`, which looks for NaN and inf: [the norm of all local shards], not the parameters."""
-        return [torch.nn.utils.get_total_norm([p.to_local() for p in self.model.parameters()]).to(self.device)]
+        return [
+            torch.nn.utils.get_total_norm([p.to_local() for p in self.model.parameters()]).to(
+                self.device
+            )
+        ]
 
     def tensors(self):
         """Return {name: DTensor} of parameters and optimizer states."""
         found = {}
         for name, parameter in self.model.named_parameters():
-            for key, value in {"parameter": parameter, **self.optimizer.state.get(parameter, {})}.items():
+            for key, value in {
+                "parameter": parameter,
+                **self.optimizer.state.get(parameter, {}),
+            }.items():
                 if isinstance(value, DTensor):
                     found[f"{name}/{key}"] = value
         return found
@@ -788,13 +1092,19 @@ class Shards:
     def state_dict(self):
         optimizer = self.optimizer.state_dict()
         for index, state in optimizer["state"].items():
-            optimizer["state"][index] = {key: x for key, x in state.items() if not isinstance(x, DTensor)}
+            optimizer["state"][index] = {
+                key: x for key, x in state.items() if not isinstance(x, DTensor)
+            }
         return {"buffers": dict(self.model.named_buffers()), "optimizer": optimizer}
 
     def load_state_dict(self, saved):
-        get_optimizer_state_dict(self.model, self.optimizer)  # creates them, as the first step would
+        get_optimizer_state_dict(
+            self.model, self.optimizer
+        )  # creates them, as the first step would
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for parameter in [p for i, p in enumerate(parameters) if i not in saved["optimizer"]["state"]]:
+        for parameter in [
+            p for i, p in enumerate(parameters) if i not in saved["optimizer"]["state"]
+        ]:
             self.optimizer.state.pop(parameter, None)  # it is frozen, or had no gradient yet
         states = self.optimizer.state_dict()["state"]
         for index, state in saved["optimizer"]["state"].items():
@@ -827,7 +1137,9 @@ class ShardedRun(Run):
         """Write the folder step-N, which is there whole or not at all, then delete all but the newest `--keep`."""
         content = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}
         content["states"] = self.collect_state()
-        content = utils.recursively_apply(numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic))
+        content = utils.recursively_apply(
+            numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic)
+        )
         main, name, problem = self.accelerator.is_main_process, f"step-{step:08}", None
         directory, mine, names = Path(self.config["output_dir"]), {}, []
         temporary = directory / "checkpoint.tmp"
@@ -857,19 +1169,25 @@ class ShardedRun(Run):
                     torch.save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
-                torch.load(temporary / "run.pt", "cpu", weights_only=True, mmap=True)  # or no resume could
+                torch.load(
+                    temporary / "run.pt", "cpu", weights_only=True, mmap=True
+                )  # or no resume could
                 self.sync_directory(temporary)
                 os.replace(temporary, directory / name)
                 self.sync_directory(directory)
                 for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
-                    os.replace(old, temporary)  # deleting takes a while: none is there in part under its name
+                    os.replace(
+                        old, temporary
+                    )  # deleting takes a while: none is there in part under its name
                     shutil.rmtree(temporary)
         except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"{error.__context__ or error!r}"
         if problem := utils.broadcast_object_list([problem])[0]:
             if main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self.exit(1, f"error: cannot write {name} ({problem}), earlier ones stay: --resume auto")
+            self.exit(
+                1, f"error: cannot write {name} ({problem}), earlier ones stay: --resume auto"
+            )
         self.saved, self.interval_start = time.time(), time.perf_counter()
 
     @staticmethod
@@ -891,7 +1209,9 @@ def exit_with_error(message):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if SignalHandler.received:  # the launcher's, sent before this rank came here
             os._exit(2)
-        time.sleep(60)  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
+        time.sleep(
+            60
+        )  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(2)  # without the tear-down, in which gloo may abort
@@ -899,18 +1219,34 @@ def exit_with_error(message):
 
 def parse_args(**own_flags):
     """Return the parsed flags, with `own_flags`, {name: options of add_argument}, and lock the output directory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.error = exit_with_error
 
     def add(name, help, **options):
         default = "" if options.get("default") is None else " (default: %(default)s)"
         parser.add_argument(name, help=help + default, **options)
 
-    add("--data", "synthetic needs no files, no network", choices=("cifar10", "synthetic"), default="cifar10")
+    add(
+        "--data",
+        "synthetic needs no files, no network",
+        choices=("cifar10", "synthetic"),
+        default="cifar10",
+    )
     add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data")
     add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
-    add("--stem", "of resnet50: 3x3, or ImageNet's 7x7", choices=("cifar", "imagenet"), default="cifar")
-    add("--weights", "start from model.safetensors, or a state dict as torchvision's", metavar="PATH")
+    add(
+        "--stem",
+        "of resnet50: 3x3, or ImageNet's 7x7",
+        choices=("cifar", "imagenet"),
+        default="cifar",
+    )
+    add(
+        "--weights",
+        "start from model.safetensors, or a state dict as torchvision's",
+        metavar="PATH",
+    )
     add("--epochs", "passes over the training set; 0 only evaluates", type=int, default=30)
     add("--max-steps", "stop after this many optimizer steps", type=int)
     add("--batch-size", "samples per batch of the DataLoader", type=int, default=128)
@@ -920,35 +1256,73 @@ def parse_args(**own_flags):
         add(f"--{name.replace('_', '-')}", **options)
     add("--cpu", "do not use the GPUs: processes on CPU cores, over gloo", action="store_true")
     add("--output-dir", "for checkpoints, metrics, summary and weights", default=f"runs/{RECIPE}")
-    add("--checkpoint-every", "optimizer steps between checkpoints, besides those at epochs' ends", type=int)
+    add(
+        "--checkpoint-every",
+        "optimizer steps between checkpoints, besides those at epochs' ends",
+        type=int,
+    )
     add("--keep", "how many checkpoints to keep", type=int, default=2)
-    add("--resume", "resume from a checkpoint; auto: the newest in the output directory", metavar="{auto,PATH}")
-    add("--log-every", "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)", type=int)
-    add("--tracker", "where metrics go, too", choices=[x.value for x in accelerate.tracking.get_available_trackers()])
+    add(
+        "--resume",
+        "resume from a checkpoint; auto: the newest in the output directory",
+        metavar="{auto,PATH}",
+    )
+    add(
+        "--log-every",
+        "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)",
+        type=int,
+    )
+    add(
+        "--tracker",
+        "where metrics go, too",
+        choices=[x.value for x in accelerate.tracking.get_available_trackers()],
+    )
     args = parser.parse_args()
-    unchecked = own_flags.keys() - {"accumulation_steps", "clip_norm", "microbatches", "replicas"}  # a copy's own
+    unchecked = own_flags.keys() - {
+        "accumulation_steps",
+        "clip_norm",
+        "microbatches",
+        "replicas",
+    }  # a copy's own
     for name, value in vars(args).items():
         low, flag = -1 if name in ("epochs", "seed") else 0, f"--{name.replace('_', '-')}"
         if type(value) in (int, float) and name not in unchecked and not low < value < 2**32:
-            exit_with_error(f"argument {flag}: {value}, choose a number above {low} and below {2**32}")
+            exit_with_error(
+                f"argument {flag}: {value}, choose a number above {low} and below {2**32}"
+            )
     try:
         os.makedirs(args.output_dir, exist_ok=True)
-        if int(os.environ.get("RANK", 0)) == 0:  # two runs in one directory would destroy each other's checkpoints
-            lock = os.open(Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)  # until this process ends
+        if (
+            int(os.environ.get("RANK", 0)) == 0
+        ):  # two runs in one directory would destroy each other's checkpoints
+            lock = os.open(
+                Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666
+            )  # until this process ends
             os.lockf(lock, os.F_TLOCK, 0)
             os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
     except BlockingIOError:
         owner = os.read(lock, 99).decode().strip()
-        exit_with_error(f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir")
+        exit_with_error(
+            f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir"
+        )
     except OSError as error:
-        exit_with_error(f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another")
+        exit_with_error(
+            f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another"
+        )
     checkpoints = list(Path(args.output_dir).glob("step-*"))
-    restarts = [int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    launched = psutil.Process(os.getppid()).create_time() if restarts[0] else 0  # older ones are not of this launch
+    restarts = [
+        int(os.environ.get(name, 0))
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    ]
+    launched = (
+        psutil.Process(os.getppid()).create_time() if restarts[0] else 0
+    )  # older ones are not of this launch
     if any(restarts) and any(path.stat().st_mtime > launched for path in checkpoints):
         args.resume = "auto"
     if checkpoints and args.resume is None:
-        exit_with_error(f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir")
+        exit_with_error(
+            f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir"
+        )
     return args
 
 
@@ -957,31 +1331,52 @@ def make_accelerator(args, precision, *handlers):
     where the launcher was told something that this recipe does not do."""
     mixed_precision = "no" if precision == "fp32" else precision
     if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Accelerate's barriers would go to the GPUs all the same
-    rank, processes = utils.get_int_from_env(["LOCAL_RANK"], 0), utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # Accelerate's barriers would go to the GPUs all the same
+        )
+    rank, processes = (
+        utils.get_int_from_env(["LOCAL_RANK"], 0),
+        utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1),
+    )
     gpus = torch.cuda.device_count()
     if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-        exit_with_error("this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without")
+        exit_with_error(
+            "this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without"
+        )
     if 0 < gpus < processes:
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu")
+        exit_with_error(
+            f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu"
+        )
     if gpus:
         try:
             torch.cuda.set_device(rank)
             torch.ones(1, device="cuda")
         except RuntimeError as error:
             remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
-            exit_with_error(f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}")
+            exit_with_error(
+                f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}"
+            )
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
     args.log_every = args.log_every or (50 if gpus else 10)
-    supported = dict.fromkeys("USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false")
-    supported |= {"GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)), "DYNAMO_BACKEND": "no"}
+    supported = dict.fromkeys(
+        "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false"
+    )
+    supported |= {
+        "GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)),
+        "DYNAMO_BACKEND": "no",
+    }
     for name, ours in (supported | {"MIXED_PRECISION": mixed_precision}).items():
         told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
         if told not in ("no", ours):
-            exit_with_error(f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help")
-    if utils.get_int_from_env(["WORLD_SIZE"], 1) > processes and "GLOO_SOCKET_IFNAME" not in os.environ:
+            exit_with_error(
+                f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help"
+            )
+    if (
+        utils.get_int_from_env(["WORLD_SIZE"], 1) > processes
+        and "GLOO_SOCKET_IFNAME" not in os.environ
+    ):
         # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
         # On the first machine that may be loopback, too: take the default route's.
         for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
@@ -991,30 +1386,48 @@ def make_accelerator(args, precision, *handlers):
                 own = probe.getsockname()[0]
             if not own.startswith("127.") or host in ("localhost", "127.0.0.1"):
                 break
-        interfaces = [name for name, found in psutil.net_if_addrs().items() if own in [x.address for x in found]]
+        interfaces = [
+            name
+            for name, found in psutil.net_if_addrs().items()
+            if own in [x.address for x in found]
+        ]
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
-            socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60).close()
+            socket.create_connection(
+                (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60
+            ).close()
         except OSError as error:  # torch would look for its store until TIMEOUT
-            exit_with_error(f"the launcher, or that of the first machine, has ended ({error}): its output says why")
+            exit_with_error(
+                f"the launcher, or that of the first machine, has ended ({error}): its output says why"
+            )
         if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
             # The store still has the addresses of the processes that died: keep the new ones from dialling them.
             store, rank, world_size = next(distributed.rendezvous("env://"))
             store = distributed.PrefixStore(f"attempt {attempt}", store)
-            distributed.init_process_group("nccl" if gpus else "gloo", None, TIMEOUT, world_size, rank, store)
-    data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch: the seeds must not overlap
+            distributed.init_process_group(
+                "nccl" if gpus else "gloo", None, TIMEOUT, world_size, rank, store
+            )
+    data_seed = random.Random(args.seed).getrandbits(
+        31
+    )  # Accelerate adds the epoch: the seeds must not overlap
     accelerator = Accelerator(
         cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed, non_blocking=True),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=data_seed, non_blocking=True
+        ),
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
-    launched = utils.get_int_from_env(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1)
+    launched = utils.get_int_from_env(
+        ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1
+    )
     if launched != (seen := accelerator.num_processes):
-        exit_with_error(f"{launched} processes were started, this one sees {seen}: start them with accelerate launch")
+        exit_with_error(
+            f"{launched} processes were started, this one sees {seen}: start them with accelerate launch"
+        )
     return accelerator
 
 
@@ -1032,7 +1445,9 @@ class ImageTensors(Dataset):
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device).share_memory_()  # for workers
+        self.augmentation = torch.zeros(
+            3, len(labels), dtype=torch.int64, device=device
+        ).share_memory_()  # for workers
 
     def __len__(self):
         return len(self.labels)
@@ -1040,9 +1455,13 @@ class ImageTensors(Dataset):
     def set_epoch(self, epoch):
         """Draw crop and flip of every sample from (seed, epoch, index) alone, whichever process holds it."""
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(random.Random(f"{self.seed}/{epoch}").getrandbits(32))
+            generator = torch.Generator().manual_seed(
+                random.Random(f"{self.seed}/{epoch}").getrandbits(32)
+            )
             offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
-            self.augmentation[:] = torch.cat((offsets, torch.randint(2, (1, len(self)), generator=generator)))
+            self.augmentation[:] = torch.cat(
+                (offsets, torch.randint(2, (1, len(self)), generator=generator))
+            )
 
     def __getitems__(self, indices):
         index = torch.tensor(indices).to(self.labels.device, non_blocking=True)
@@ -1060,7 +1479,10 @@ def cifar10(directory, accelerator):
     problem = None  # told below: no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
-            sets = [torchvision.datasets.CIFAR10(directory, train=train, download=True) for train in (True, False)]
+            sets = [
+                torchvision.datasets.CIFAR10(directory, train=train, download=True)
+                for train in (True, False)
+            ]
         except (OSError, RuntimeError) as error:
             problem = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic"
     for found in filter(None, utils.gather_object([problem])):
@@ -1071,7 +1493,10 @@ def cifar10(directory, accelerator):
 def synthetic_images(samples, seed):
     """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = 128 + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
+    patterns = (
+        128
+        + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
+    )
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
     images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
