@@ -185,6 +185,7 @@ def main():
     steps = Steps(train_loader, accumulation, args)
 
     model = load_weights(accelerator, build_model(args), args)
+    check_weights_are_fp32(model, args.precision)
     if args.compile:  # in place: keeps the state dict's names
         # No CUDA graphs when accumulating: each replay would overwrite the gradients before.
         model.compile(mode="reduce-overhead" if accumulation == 1 else "default")
@@ -1517,6 +1518,15 @@ def choose_precision(args):
     if precision == "fp16" and not on_gpu:
         exit_with_error("fp16 needs a GPU, on CPU choose --precision bf16")
     return precision, chosen_by
+
+
+def check_weights_are_fp32(model, precision):
+    """Exit with an error if weights are in 16 bits, as those of pretrained models often are: then
+    fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision != "fp32" and types - {torch.float32, torch.float64}:
+        remedy = "mixed precision needs fp32: return model.float()"
+        exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
 
 
 def loss_scaling(accelerator, scheduler, step):
