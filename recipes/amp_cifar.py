@@ -282,7 +282,9 @@ def divide_by_mean_weight(accelerator, model, metrics):
     if "weight" not in metrics[0]:
         return
     weights = torch.cat([one["weight"].detach().float() for one in metrics])
-    mean_weight = accelerator.reduce(weights.mean(), "mean")
+    sums = torch.stack([weights.sum(), torch.ones_like(weights).sum()])
+    total, samples = accelerator.reduce(sums)
+    mean_weight = total / samples
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= mean_weight
@@ -1146,7 +1148,7 @@ def exit_with_error(message):
     find the same error at the same time, the first one of the machine prints it."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank != 0:
-        wait_for_launcher(5)
+        wait_for_launcher(4 + rank)
         message = f"rank {os.environ['RANK']}: {message}"
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -1166,6 +1168,7 @@ def wait_for_launcher(seconds):
 def report_exception(kind, error, trace):
     """Print an error that nothing has caught and exit; of one that only says that another process
     has ended, a line, and only if that one's error does not end this process first."""
+    sys.stderr = sys.__stderr__  # torch's hook calls this one, and would print only after it
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in lost):
         wait_for_launcher(10)
