@@ -49,6 +49,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
 from torch.distributed import DeviceMesh, fsdp
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -1736,14 +1737,14 @@ class ShardedCheckpoints(Checkpoints):
         group = self.accelerator.cpu_group
         try:
             dcp.load(self.shards(), storage_reader=reader, process_group=group)
-        except dcp.api.CheckpointException as error:
+        except dcp.CheckpointException as error:
             raise RuntimeError(*error.failures.values()) from error
 
     def load_optimizer(self, saved):
         """Load what is not sharded, and make room for the shards."""
         optimizer = self.states["optimizer"]
         # This creates the states, as the first step would.
-        dcp.state_dict.get_optimizer_state_dict(self.states["model"], optimizer)
+        get_optimizer_state_dict(self.states["model"], optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             if index not in saved["state"]:  # it is frozen, or had no gradient yet
@@ -1772,6 +1773,8 @@ class ShardedCheckpoints(Checkpoints):
             if self.accelerator.is_main_process:
                 save_to_disk({**content, "checksums": checksums}, temporary / "run.pt")
                 sync_directory(temporary)
+                if path.exists():  # it was damaged, or this run would have begun there
+                    self.delete(path)
                 os.replace(temporary, path)
                 sync_directory(self.directory)
         finally:
@@ -1812,15 +1815,15 @@ class ShardedCheckpoints(Checkpoints):
         group = self.accelerator.cpu_group
         try:
             dcp.save(shards, storage_writer=writer, process_group=group)
-        except dcp.api.CheckpointException as error:
+        except dcp.CheckpointException as error:
             first, _ = next(iter(error.failures.values()))
             raise OSError(f"{first!r:.200}") from None
 
     def delete(self, path):
-        # Deleting takes a while: none is there in part under its name.
-        temporary = self.directory / "checkpoint.tmp"
-        os.replace(path, temporary)
-        shutil.rmtree(temporary)
+        deleted = self.directory / "deleted.tmp"
+        shutil.rmtree(deleted, ignore_errors=True)  # what a killed run has left
+        os.replace(path, deleted)  # deleting takes a while: none is there in part under its name
+        shutil.rmtree(deleted)
 
 
 Checkpoints.may_differ |= {"holds"}
