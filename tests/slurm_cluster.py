@@ -83,7 +83,8 @@ class Cluster:
         controller_port, *ports = free_ports(1 + len(NODES + GPU_NODES))
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}" + " Gres=gpu:2" * (node in GPU_NODES)
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+            + " Gres=gpu:2" * (node in GPU_NODES)
             for node, port in zip(NODES + GPU_NODES, ports, strict=True)
         ]
         configuration = CONFIGURATION.format(
@@ -102,21 +103,35 @@ class Cluster:
         (self.directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(outer)
+        }
         self.environment["SLURM_CONF"] = str(self.directory / "slurm.conf")
 
     def start(self):
         directory = self.directory
         subprocess.run(["mungekey", "--create", f"--keyfile={directory}/munge.key"], check=True)
-        files = ("socket", "key-file=munge.key", "pid-file=munge.pid", "log-file=munge.log", "seed-file=munge.seed")
-        flags = [f"--{name.partition('=')[0]}={directory}/{name.partition('=')[2] or 'munge.socket'}" for name in files]
+        files = (
+            "socket",
+            "key-file=munge.key",
+            "pid-file=munge.pid",
+            "log-file=munge.log",
+            "seed-file=munge.seed",
+        )
+        flags = [
+            f"--{name.partition('=')[0]}={directory}/{name.partition('=')[2] or 'munge.socket'}"
+            for name in files
+        ]
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
         self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
         self.spawn("slurmctld", "slurmctld", "-D")
         for node in NODES + GPU_NODES:
             self.spawn(node, "slurmd", "-D", "-N", node)
         idle = {f"{node} idle" for node in NODES + GPU_NODES}
-        self.wait(lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle, "idle nodes")
+        self.wait(
+            lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle,
+            "idle nodes",
+        )
 
     def spawn(self, name, *command):
         log = open(self.directory / f"{name}.out", "a")
@@ -140,7 +155,9 @@ class Cluster:
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n":
                 links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-                return next((node for node in NODES if f"{self.directory}/{node}.log" in links), None)
+                return next(
+                    (node for node in NODES if f"{self.directory}/{node}.log" in links), None
+                )
         return None
 
     def stop(self):
@@ -159,16 +176,25 @@ class Cluster:
     def wait(self, condition, what, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
-            ended = [name for name, daemon in list(self.daemons.items()) if daemon.poll() is not None]
+            ended = [
+                name for name, daemon in list(self.daemons.items()) if daemon.poll() is not None
+            ]
             if ended or time.monotonic() > deadline:
-                outputs = [self.directory / "slurmctld.out", *(self.directory / f"{name}.out" for name in ended)]
+                outputs = [
+                    self.directory / "slurmctld.out",
+                    *(self.directory / f"{name}.out" for name in ended),
+                ]
                 logs = "\n".join(path.read_text()[-1000:] for path in outputs)
-                raise TimeoutError(f"no {what} in {seconds} s, or these have ended before: {ended}\n{logs}")
+                raise TimeoutError(
+                    f"no {what} in {seconds} s, or these have ended before: {ended}\n{logs}"
+                )
             time.sleep(0.1)
 
 
 def descendants(pid):
-    children = subprocess.run(["pgrep", "--parent", str(pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "--parent", str(pid)], capture_output=True, text=True
+    ).stdout.split()
     return [found for child in map(int, children) for found in [child, *descendants(child)]]
 
 

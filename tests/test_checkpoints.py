@@ -21,9 +21,14 @@ KILLS = [
 @pytest.mark.parametrize(
     ("recipe", "processes", "kills"),
     # What writes is the same text in all recipes; what the pipeline collects for it, from two stages, is not.
-    [("ddp_cifar", 2, KILLS), pytest.param("pipeline_cifar", 2, KILLS[::3], marks=pytest.mark.slow)],
+    [
+        ("ddp_cifar", 2, KILLS),
+        pytest.param("pipeline_cifar", 2, KILLS[::3], marks=pytest.mark.slow),
+    ],
 )
-def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, processes, kills, tmp_path):
+def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(
+    recipe, processes, kills, tmp_path
+):
     """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""
     common = {"recipe": recipe, "processes": processes}
     flags = ["--batch-size", batch_size(recipe, processes), "--checkpoint-every", 1, "--keep", 2]
@@ -37,10 +42,16 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, 
         assert "cannot load" not in output, "a checkpoint under its final name was not complete"
         begins.append(int(output.partition("resumed_from: ")[2].split()[0]))
     assert begins == sorted(begins), "a checkpoint was lost"
-    assert (3 if kills == KILLS else 0) < begins[-1] < STEPS, "the kills came too early or too late to prove anything"
+    assert (3 if kills == KILLS else 0) < begins[-1] < STEPS, (
+        "the kills came too early or too late to prove anything"
+    )
     for step in (STEPS - 1, STEPS):
-        assert_identical(*(content(directory / f"step-{step:08}.pt") for directory in (whole, killed)))
-    assert sorted(path.name for path in killed.glob("*")) == sorted(path.name for path in whole.glob("*"))
+        assert_identical(
+            *(content(directory / f"step-{step:08}.pt") for directory in (whole, killed))
+        )
+    assert sorted(path.name for path in killed.glob("*")) == sorted(
+        path.name for path in whole.glob("*")
+    )
 
 
 def checkpoints(directory):
@@ -65,10 +76,16 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_one_stays(tmp_path):
 
     (directory / "metrics.jsonl").unlink()
     (directory / "metrics.jsonl").symlink_to("/dev/full")
-    program = [sys.executable, ROOT / "tests/programs/disturbed_training.py", json.dumps(resumed, default=str)]
+    program = [
+        sys.executable,
+        ROOT / "tests/programs/disturbed_training.py",
+        json.dumps(resumed, default=str),
+    ]
     full = run(["bash", "-c", 'ulimit -f 20; exec "$@"', "-", *program], check=False, **PROGRAMS)
     line = the_error_line(full)
-    assert "cannot write step-00000004.pt" in line and "File too large" in line and "--resume" in line
+    assert (
+        "cannot write step-00000004.pt" in line and "File too large" in line and "--resume" in line
+    )
     assert not (directory / "checkpoint.tmp").exists()
     (directory / "metrics.jsonl").unlink()
 
@@ -91,9 +108,18 @@ def test_what_is_not_finite_stops_all_processes_and_is_not_saved(tmp_path):
         "gradient": ({"0": [9, "inf"]}, "since a step between 7 and 9 "),
         "early": ({"0": [1, "inf"]}, "since a step between 1 and 3 "),
     }
-    common = {"recipe": "ddp_cifar", "processes": 2, "flags": ["--batch-size", 32, "--checkpoint-every", 5]}
-    runs = [{**common, "directory": tmp_path / name, "disturbances": case[0]} for name, case in cases.items()]
-    for (name, (_, where)), (codes, output) in zip(cases.items(), forked(runs, tmp_path), strict=True):
+    common = {
+        "recipe": "ddp_cifar",
+        "processes": 2,
+        "flags": ["--batch-size", 32, "--checkpoint-every", 5],
+    }
+    runs = [
+        {**common, "directory": tmp_path / name, "disturbances": case[0]}
+        for name, case in cases.items()
+    ]
+    for (name, (_, where)), (codes, output) in zip(
+        cases.items(), forked(runs, tmp_path), strict=True
+    ):
         assert codes == [1, 1], output
         (line,) = [line for line in output.splitlines() if "error:" in line]
         assert f"loss or weights are not finite {where}" in line
@@ -106,7 +132,10 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_a_finished_run_only_evaluate
     common = {"recipe": "ddp_cifar", "processes": 1, "directory": directory, "flags": flags}
     ((codes, output),) = forked([common], tmp_path)
     assert codes == [0] and checkpoints(directory) == [10, 20], output
-    newest, summary = directory / "step-00000020.pt", json.loads((directory / "summary.json").read_text())
+    newest, summary = (
+        directory / "step-00000020.pt",
+        json.loads((directory / "summary.json").read_text()),
+    )
     weights, intact = (directory / "model.safetensors").read_bytes(), newest.read_bytes()
 
     again = {**common, "flags": [*flags, "--resume", "auto"]}
@@ -125,7 +154,12 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_a_finished_run_only_evaluate
 
 
 def test_auto_starts_afresh_only_where_there_is_none_and_says_so(tmp_path):
-    run_ = {"recipe": "ddp_cifar", "processes": 1, "directory": tmp_path / "run", "flags": ["--resume", "auto"]}
+    run_ = {
+        "recipe": "ddp_cifar",
+        "processes": 1,
+        "directory": tmp_path / "run",
+        "flags": ["--resume", "auto"],
+    }
     ((codes, output),) = forked([run_], tmp_path)
     assert codes == [0] and output.count("starting afresh") == 1 and "resumed_from: 0\n" in output
 
@@ -137,7 +171,17 @@ def test_a_run_that_is_killed_while_it_writes_its_summary_writes_it_when_resumed
         "def torn(path, text):\n    open(path, 'w')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         f"pathlib.Path.write_text = torn\nrunpy.run_path('{recipe}', run_name='__main__')\n"
     )
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 2, "--output-dir", "run"]
+    flags = [
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--cpu",
+        "--max-steps",
+        2,
+        "--output-dir",
+        "run",
+    ]
     killed = {"processes": 1, "script": script, "directory": tmp_path, "flags": flags}
     resumed = {**killed, "script": recipe, "flags": [*flags, "--resume", "auto"]}
     (codes, output), (resumed_codes, _) = forked([killed, resumed], tmp_path)
@@ -153,22 +197,51 @@ def test_an_old_checkpoint_that_somebody_else_deletes_at_that_moment_is_no_error
         "pathlib.Path.unlink = lambda path, *missing, **ok: (os.unlink(path), unlink(path, *missing, **ok))\n"
         f"runpy.run_path('{ROOT}/recipes/ddp_cifar.py', run_name='__main__')\n"
     )
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 3, "--output-dir", "run"]
+    flags = [
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--cpu",
+        "--max-steps",
+        3,
+        "--output-dir",
+        "run",
+    ]
     flags += ["--checkpoint-every", 1, "--batch-size", 16]
-    ((codes, output),) = forked([{"processes": 1, "script": script, "directory": tmp_path, "flags": flags}], tmp_path)
+    ((codes, output),) = forked(
+        [{"processes": 1, "script": script, "directory": tmp_path, "flags": flags}], tmp_path
+    )
     assert codes == [0] and checkpoints(tmp_path / "run") == [2, 3], output
 
 
 @pytest.mark.slow
 def test_the_others_wait_while_the_main_process_reads_a_large_checkpoint(tmp_path):
     """By torch's default for half an hour, here for a second."""
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 1, "--output-dir", "run"]
-    first = {"processes": 2, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path, "flags": flags}
+    flags = [
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--cpu",
+        "--max-steps",
+        1,
+        "--output-dir",
+        "run",
+    ]
+    first = {
+        "processes": 2,
+        "script": ROOT / "recipes/ddp_cifar.py",
+        "directory": tmp_path,
+        "flags": flags,
+    }
     source, line = first["script"].read_text(), "        checkpoint = torch.load(path"
     assert source.count(line) == 1
     script = tmp_path / "slow.py"
     impatient = "distributed.distributed_c10d._get_default_timeout = lambda _: timedelta(seconds=1)\n\n\ndef main("
-    script.write_text(source.replace(line, f"        time.sleep(2)\n{line}").replace("def main(", impatient))
+    script.write_text(
+        source.replace(line, f"        time.sleep(2)\n{line}").replace("def main(", impatient)
+    )
     resumed = {**first, "script": script, "flags": [*flags, "--resume", "auto"]}
     outcomes = forked([first, resumed], tmp_path)
     assert [codes for codes, _ in outcomes] == [[0, 0], [0, 0]], outcomes

@@ -37,12 +37,24 @@ def on_gpu(request, monkeypatch):
     recipe = load(f"recipes/{request.param}.py")
     monkeypatch.setattr(FakeTensor, "tolist", read)
     monkeypatch.setattr(FakeTensor, "share_memory_", lambda tensor: tensor)
-    monkeypatch.setattr(recipe.utils, "broadcast", lambda tensors: [read(tensor.flatten()[:1]) for tensor in tensors])
-    monkeypatch.setattr(recipe.utils, "broadcast_object_list", lambda objects, from_process: objects)
-    monkeypatch.setattr(recipe, "test_metrics", lambda names, sums, samples: dict(zip(names, sums, strict=False)))
-    accelerator = SimpleNamespace(device=GPU, process_index=0, gather_for_metrics=lambda x: x, reduce=lambda x: x)
+    monkeypatch.setattr(
+        recipe.utils,
+        "broadcast",
+        lambda tensors: [read(tensor.flatten()[:1]) for tensor in tensors],
+    )
+    monkeypatch.setattr(
+        recipe.utils, "broadcast_object_list", lambda objects, from_process: objects
+    )
+    monkeypatch.setattr(
+        recipe, "test_metrics", lambda names, sums, samples: dict(zip(names, sums, strict=False))
+    )
+    accelerator = SimpleNamespace(
+        device=GPU, process_index=0, gather_for_metrics=lambda x: x, reduce=lambda x: x
+    )
     accelerator.main_process_first = accelerator.local_main_process_first = nullcontext
-    args = SimpleNamespace(data="synthetic", model="simple_cnn", stem="cifar", batch_size=64, seed=0, split=None)
+    args = SimpleNamespace(
+        data="synthetic", model="simple_cnn", stem="cifar", batch_size=64, seed=0, split=None
+    )
     with FakeTensorMode():
         loaders = [Batches(loader) for loader in recipe.load_data(args, accelerator)]
         with GPU:
@@ -54,12 +66,16 @@ def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu):
     recipe, loader, _, model, accelerator, _ = on_gpu
     loader.set_epoch(1)
     images, labels = batch = next(iter(loader))
-    assert images.device == labels.device == GPU and images.is_contiguous(memory_format=torch.channels_last)
+    assert images.device == labels.device == GPU and images.is_contiguous(
+        memory_format=torch.channels_last
+    )
     metrics = recipe.compute_loss(model, batch)
     assert recipe.mean_loss(metrics).device == GPU
     written, run = (
         [],
-        SimpleNamespace(names=[], totals=0, accelerator=accelerator, state={"model": model}, own_metrics=dict),
+        SimpleNamespace(
+            names=[], totals=0, accelerator=accelerator, state={"model": model}, own_metrics=dict
+        ),
     )
     vars(run).update(interval_start=0, logged=0, start=0, step=1, config={"global_batch_size": 1})
     run.write = lambda *line: written.append(line)
@@ -76,8 +92,13 @@ def test_evaluations_stay_on_the_gpu(on_gpu):
     first, last = both_stages(recipe, model, args, nullcontext)
 
     def both(inputs=None, target=None):  # the last stage of a pipeline that is one process
-        return last(first(inputs if inputs is not None else torch.zeros(len(target), 3, 32, 32, device=GPU)))
+        return last(
+            first(inputs if inputs is not None else torch.zeros(len(target), 3, 32, 32, device=GPU))
+        )
 
-    last.schedule, last.replicas = SimpleNamespace(eval=both), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    last.schedule, last.replicas = (
+        SimpleNamespace(eval=both),
+        SimpleNamespace(size=lambda: 1, rank=lambda: 0),
+    )
     last.pipeline, last.shapes = SimpleNamespace(rank=lambda: 1), None
     assert recipe.evaluate(accelerator, last, loader).keys() == {"loss", "accuracy"}

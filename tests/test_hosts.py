@@ -29,13 +29,19 @@ def hosts(tmp_path_factory):
     directory = tmp_path_factory.mktemp("etc")
     one = "127.0.0.1", ([], [])
     if os.geteuid() != 0 or not shutil.which("ip"):
-        yield *one, "needs root and the command ip (Debian: iproute2) for hosts with addresses of their own"
+        yield (
+            *one,
+            "needs root and the command ip (Debian: iproute2) for hosts with addresses of their own",
+        )
         return
     names = [f"recipes-{os.getpid()}-{host}" for host in (0, 1)]
     commands = [f"netns add {name}" for name in names]
     commands.append("link add eth7 netns {} type veth peer name eth7 netns {}".format(*names))
     for host, name in enumerate(names):
-        commands += [f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7", f"-n {name} link set eth7 up"]
+        commands += [
+            f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7",
+            f"-n {name} link set eth7 up",
+        ]
         commands.append(f"netns exec {name} unshare --uts --mount true")
         (directory / f"{name}.hosts").write_text(
             f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
@@ -47,7 +53,11 @@ def hosts(tmp_path_factory):
                 yield *one, f"no network namespaces here: ip {command}: {process.stderr.strip()}"
                 return
         boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT]
-        yield "10.77.0.1", [["ip", "netns", "exec", n, *boot, n, directory / f"{n}.hosts"] for n in names], None
+        yield (
+            "10.77.0.1",
+            [["ip", "netns", "exec", n, *boot, n, directory / f"{n}.hosts"] for n in names],
+            None,
+        )
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
@@ -58,7 +68,14 @@ def trained(hosts, tmp_path_factory):
     """Directories of two hosts that have trained RECIPES, and of one. In the pipeline the two stages are on different
     hosts. Each host has a disk of its own."""
     (address, prefixes, _), tmp_path = hosts, tmp_path_factory.mktemp("trained")
-    line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml", "--num_processes", 2]
+    line = [
+        ACCELERATE,
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs/nodes.yaml",
+        "--num_processes",
+        2,
+    ]
     line += ["--main_process_ip", address, "--main_process_port", free_port()]
     ports = json.dumps({recipe: free_port() for recipe in RECIPES})
     running = []

@@ -41,12 +41,16 @@ def start(monkeypatch):
         monkeypatch.setattr(torch.cuda, "set_device", call.devices.append)
         monkeypatch.setattr(torch, "ones", partial(on_a_gpu, unusable=unusable))
         monkeypatch.setattr(module, "exit_with_error", stop)
-        monkeypatch.setattr(module, "Accelerator", lambda **options: vars(args).update(options) or stop())
+        monkeypatch.setattr(
+            module, "Accelerator", lambda **options: vars(args).update(options) or stop()
+        )
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
         for name, value in fakes.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        args = SimpleNamespace(cpu=cpu, log_every=None, seed=0, tracker=None, output_dir="x", accumulation_steps=1)
+        args = SimpleNamespace(
+            cpu=cpu, log_every=None, seed=0, tracker=None, output_dir="x", accumulation_steps=1
+        )
         with pytest.raises(Stopped) as stopped:
             module.make_accelerator(args, precision)
         return str(stopped.value), args
@@ -67,7 +71,9 @@ H100 = {"device_count": 2}
 def test_a_gpu_that_can_be_used_starts_with_a_line_every_50_steps(start):
     said, args = start(**H100)
     assert said == "would start" and args.log_every == 50
-    assert args.dataloader_config.non_blocking, "the host would wait at each batch until the step before has ended"
+    assert args.dataloader_config.non_blocking, (
+        "the host would wait at each batch until the step before has ended"
+    )
 
 
 def test_processes_share_the_cores_also_on_gpus(start, monkeypatch):
@@ -87,7 +93,10 @@ def test_processes_share_the_cores_also_on_gpus(start, monkeypatch):
 )
 def test_a_gpu_that_this_torch_cannot_use_is_an_error_and_not_training_on_cpu(start, reason):
     said, _ = start(device_count=1, unusable=reason)
-    assert f"torch {torch.__version__} cannot use this GPU ({reason})" in said and "pytorch.org/get-started" in said
+    assert (
+        f"torch {torch.__version__} cannot use this GPU ({reason})" in said
+        and "pytorch.org/get-started" in said
+    )
 
 
 def test_each_process_tries_its_own_gpu(start):
@@ -120,10 +129,14 @@ def test_what_the_launcher_was_told_is_not_ignored(start, recipe, name):
 
 
 def test_what_the_launcher_says_by_default_and_what_the_recipe_does_is_no_error(start):
-    said = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false"}
-    assert start("amp_cifar", "bf16", {**said, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, device_count=0)[0] == (
-        "would start"
-    )
+    said = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_USE_FSDP": "false",
+    }
+    assert start(
+        "amp_cifar", "bf16", {**said, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, device_count=0
+    )[0] == ("would start")
 
 
 def test_the_first_machine_does_not_take_its_loopback_interface_for_gloo(start, monkeypatch):
@@ -134,8 +147,13 @@ def test_the_first_machine_does_not_take_its_loopback_interface_for_gloo(start, 
         pytest.skip("needs a default route")
     look_up = socket.getaddrinfo
     hosts = {"head": "127.0.1.1"}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **b: look_up(hosts.get(host, host), *a, **b))
-    start(environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head"}, device_count=0)
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **b: look_up(hosts.get(host, host), *a, **b)
+    )
+    start(
+        environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head"},
+        device_count=0,
+    )
     assert os.environ["GLOO_SOCKET_IFNAME"] in default
 
 
@@ -150,7 +168,11 @@ def test_gloo_takes_the_interface_to_the_first_machine(start, monkeypatch):
 
 def test_ranks_whose_launcher_has_ended_while_they_start_do_not_look_for_it_for_hours(start):
     """It was killed; or, on the first machine, a rank has ended with an error before those here are up."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     assert "the first machine, has ended" in start(environment=address, device_count=0)[0]
     with socket.create_server(("127.0.0.1", int(address["MASTER_PORT"]))):
         assert start(environment=address, device_count=0)[0] == "would start"
@@ -169,7 +191,9 @@ T4 = {"is_available": True, "is_bf16_supported": False, "get_device_name": "Tesl
         (None, "bf16", "Tesla T4 has no bf16, choose --precision fp16"),
     ],
 )
-def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, asked, config, expected):
+def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(
+    monkeypatch, asked, config, expected
+):
     recipe = load("recipes/amp_cifar.py")
     for name, value in T4.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
@@ -184,7 +208,9 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
 
 
 @pytest.mark.parametrize(("age", "resume"), [(-10, "auto"), (10**6, None)])
-def test_a_restart_resumes_only_from_what_was_saved_since_the_launch(tmp_path, monkeypatch, age, resume):
+def test_a_restart_resumes_only_from_what_was_saved_since_the_launch(
+    tmp_path, monkeypatch, age, resume
+):
     """The second attempt of a launch whose first one was an error must not become a resume."""
     recipe = load("recipes/ddp_cifar.py")
     (tmp_path / "step-00000001.pt").touch()
@@ -204,7 +230,10 @@ def test_a_checkpoint_of_one_run_is_not_resumed_in_the_directory_of_another(tmp_
     for name in ("one/step-00000003.pt", "other/step-00000005.pt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    config = {"output_dir": str(tmp_path / "other"), "resume": str(tmp_path / "one/step-00000003.pt")}
+    config = {
+        "output_dir": str(tmp_path / "other"),
+        "resume": str(tmp_path / "one/step-00000003.pt"),
+    }
     checkpoint, problem = recipe.find_checkpoint(config, torch.load)
     assert checkpoint is None and "holds the checkpoints of another run" in problem
     config["resume"] = str(tmp_path / "nowhere/step-00000003.pt")
@@ -216,7 +245,10 @@ def test_amp_on_cpu_does_not_ask_cuda(monkeypatch):
     """Once asked, CUDA sees the GPUs that are hidden afterwards."""
     recipe = load("recipes/amp_cifar.py")
     monkeypatch.setattr(torch.cuda, "is_available", stop)
-    assert recipe.choose_precision(SimpleNamespace(precision=None, cpu=True)) == ("bf16", "by default")
+    assert recipe.choose_precision(SimpleNamespace(precision=None, cpu=True)) == (
+        "bf16",
+        "by default",
+    )
 
 
 @pytest.mark.slow
@@ -236,7 +268,14 @@ def test_cpu_processes_leave_a_gpu_alone(tmp_path):
 
 
 def test_a_launchers_precision_is_an_error_through_the_launcher(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", CONFIGS[1]]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        CONFIGS[1],
+    ]
     command += ["--mixed_precision", "bf16", ROOT / "recipes/ddp_cifar.py", *SMALL, "--cpu"]
     line = the_error_line(run(command, cwd=tmp_path, check=False))
     assert "mixed_precision is bf16" in line
@@ -256,9 +295,23 @@ def test_what_a_node_of_a_slurm_job_answers(tmp_path):
     (tmp_path / "accelerate").write_text(LAUNCHER)
     (tmp_path / "accelerate").chmod(0o755)
     script = (ROOT / "recipes/submit_job.sh").read_text()
-    on_node = script.partition("on_node='")[2].partition("\n'\n")[0].replace('--machine_rank "$SLURM_NODEID"', "")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}
+    on_node = (
+        script.partition("on_node='")[2]
+        .partition("\n'\n")[0]
+        .replace('--machine_rank "$SLURM_NODEID"', "")
+    )
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "1",
+    }
     cases = {("unwarned", 0): 0, ("unwarned", 2): 2, ("warned", 0): 0, ("warned", 1): 138}
     for case, expected in cases.items():
-        command = ["bash", "-c", on_node.replace("accelerate launch", "accelerate"), "on_node", *case]
+        command = [
+            "bash",
+            "-c",
+            on_node.replace("accelerate launch", "accelerate"),
+            "on_node",
+            *case,
+        ]
         assert run(command, check=False, **environment).returncode == expected, case

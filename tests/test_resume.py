@@ -26,7 +26,11 @@ def content(path):
 
 def untimed(metrics):
     return [
-        {key: value for key, value in json.loads(line).items() if key not in ("samples_per_second", "time")}
+        {
+            key: value
+            for key, value in json.loads(line).items()
+            if key not in ("samples_per_second", "time")
+        }
         for line in metrics.splitlines()
     ]
 
@@ -61,13 +65,20 @@ def stopped_and_resumed(recipe, processes, directory):
     """The uninterrupted run, and one that resumes from its first step, stops in mid-epoch, resumes, stops at the
     epoch's end, and resumes."""
     share = batch_size(recipe, processes)
-    whole, broken = directory / f"{recipe}-{processes}-whole", directory / f"{recipe}-{processes}-broken"
+    whole, broken = (
+        directory / f"{recipe}-{processes}-whole",
+        directory / f"{recipe}-{processes}-broken",
+    )
     common = {"recipe": recipe, "processes": processes}
     flags = ["--batch-size", share, "--log-every", 1, "--checkpoint-every", 1, "--keep", STEPS]
     runs = [{**common, "directory": whole, "flags": flags}]
     latency = 0 if processes == 1 else 1  # the votes of one step are counted after the next
     first = whole / "step-00000001.pt"
-    for resume, begin, stop, what in ((first, 1, 4, "SIGTERM"), ("auto", 4, 10, "SIGINT"), ("auto", 10, None, None)):
+    for resume, begin, stop, what in (
+        (first, 1, 4, "SIGTERM"),
+        ("auto", 4, 10, "SIGINT"),
+        ("auto", 10, None, None),
+    ):
         disturbances = {str(processes - 1): [stop - begin - latency, what]} if stop else {}
         flags = ["--batch-size", share, "--log-every", 1, "--keep", 3, "--resume", resume]
         runs.append({**common, "directory": broken, "flags": flags, "disturbances": disturbances})
@@ -75,15 +86,22 @@ def stopped_and_resumed(recipe, processes, directory):
 
 
 def check_stopped_and_resumed(recipe, processes, directory, outcomes):
-    whole, broken = directory / f"{recipe}-{processes}-whole", directory / f"{recipe}-{processes}-broken"
+    whole, broken = (
+        directory / f"{recipe}-{processes}-whole",
+        directory / f"{recipe}-{processes}-broken",
+    )
     expected = ((0, 0, None), (143, 1, 4), (130, 4, 10), (0, 10, None))
     for (codes, output), (code, begin, stop) in zip(outcomes, expected, strict=True):
         assert codes == [code] * processes, output
         assert output.count(f"resumed_from: {begin}\n") == 1, output
         assert output.count(f"stopped after step {stop}, which is saved") == bool(stop), output
-    assert [path.name for path in sorted(broken.glob("*.pt"))] == [f"step-{step:08}.pt" for step in (4, 10, 20)]
+    assert [path.name for path in sorted(broken.glob("*.pt"))] == [
+        f"step-{step:08}.pt" for step in (4, 10, 20)
+    ]
     for step in (4, 10, 20):
-        assert_identical(content(whole / f"step-{step:08}.pt"), content(broken / f"step-{step:08}.pt"))
+        assert_identical(
+            content(whole / f"step-{step:08}.pt"), content(broken / f"step-{step:08}.pt")
+        )
     metrics = untimed((broken / "metrics.jsonl").read_text())
     assert metrics == untimed((whole / "metrics.jsonl").read_text())
     assert [line["step"] for line in metrics] == [*range(1, 11), 10, *range(11, 21), 20]
@@ -97,7 +115,9 @@ def check_stopped_and_resumed(recipe, processes, directory, outcomes):
 def all_stopped_and_resumed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("resumed")
     runs = {case: stopped_and_resumed(*case, directory) for case in RECIPES}
-    outcomes = iter(forked([one for runs_of_case in runs.values() for one in runs_of_case], directory))
+    outcomes = iter(
+        forked([one for runs_of_case in runs.values() for one in runs_of_case], directory)
+    )
     return directory, {case: [next(outcomes) for _ in runs[case]] for case in RECIPES}
 
 
@@ -120,7 +140,12 @@ def test_stopped_and_resumed_through_the_launcher(tmp_path):
         return [[code] * 2, process.stdout + process.stderr]
 
     whole, first, second, third = stopped_and_resumed("ddp_cifar", 2, tmp_path)
-    outcomes = [*forked([whole], tmp_path), launched(first, 143), *forked([second], tmp_path), launched(third, 0)]
+    outcomes = [
+        *forked([whole], tmp_path),
+        launched(first, 143),
+        *forked([second], tmp_path),
+        launched(third, 0),
+    ]
     check_stopped_and_resumed("ddp_cifar", 2, tmp_path, outcomes)
 
 
@@ -144,16 +169,22 @@ def changed_world_sizes(tmp_path_factory):
         where = directory / f"{before}to{after}by{accumulation}"
         runs.append({**common, "processes": after, "flags": flags, "directory": where})
     runs = list({str(run["directory"]): run for run in runs}.values())
-    return directory, dict(zip([Path(run["directory"]).name for run in runs], forked(runs, directory), strict=True))
+    return directory, dict(
+        zip([Path(run["directory"]).name for run in runs], forked(runs, directory), strict=True)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "accumulation"), CHANGES)
-def test_another_number_of_processes_goes_on_with_the_same_steps(changed_world_sizes, before, after, accumulation):
+def test_another_number_of_processes_goes_on_with_the_same_steps(
+    changed_world_sizes, before, after, accumulation
+):
     directory, outcomes = changed_world_sizes
     name = f"{before}to{after}by{accumulation}"
     assert outcomes[name][0] == [0] * after, outcomes[name][1]
-    one, other = (untimed((directory / run / "metrics.jsonl").read_text()) for run in (f"from{before}", name))
+    one, other = (
+        untimed((directory / run / "metrics.jsonl").read_text()) for run in (f"from{before}", name)
+    )
     assert len(one) == len(other) == 10
     for line, expected in zip(other, one, strict=True):
         assert line.pop("event") == expected.pop("event")

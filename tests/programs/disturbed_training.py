@@ -3,7 +3,7 @@
     {"recipe": "ddp_cifar", "directory": ..., "flags": [...], "disturbances": {"RANK": [n, what]}, "save": [what, n]}
 
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a
-digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th batch
+digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th step
 since its start: a signal by its name, "nan", which spoils the batch, or "inf", which spoils the gradient. `save` kills
 the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn,
 `device` "cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
@@ -40,26 +40,33 @@ def build_model(args, dropout=0.2):
 
 
 def watch_batches(recipe, directory, when, what):
-    step, count = recipe.train_step, itertools.count(1)
+    step = recipe.train_step
+    count = itertools.count(1)
+
+    def recorded(microbatches, spoil):
+        for images, labels in microbatches:
+            if spoil:
+                images.fill_(torch.nan)
+            content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
+            with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
+                file.write(hashlib.sha256(content).hexdigest() + "\n")
+            yield images, labels
 
     def watched_step(*arguments):
-        ((images, labels),) = (argument for argument in arguments if isinstance(argument, tuple | list))
+        disturbed = next(count) == when
         handle = None
-        if next(count) == when:
-            if what == "nan":
-                images.fill_(torch.nan)
-            elif what == "inf":
-                (model,) = (argument for argument in arguments if isinstance(argument, nn.Module))
-                handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-            else:
-                os.kill(os.getpid(), signal.Signals[what])
-        with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
-            content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
-            file.write(hashlib.sha256(content).hexdigest() + "\n")
-        metrics = step(*arguments)
+        if disturbed and what == "inf":
+            (model,) = (argument for argument in arguments if isinstance(argument, nn.Module))
+            handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+        elif disturbed and what != "nan":
+            os.kill(os.getpid(), signal.Signals[what])
+        arguments = list(arguments)
+        (microbatches,) = (i for i, x in enumerate(arguments) if isinstance(x, itertools.islice))
+        arguments[microbatches] = recorded(arguments[microbatches], disturbed and what == "nan")
+        result = step(*arguments)
         if handle:
             handle.remove()
-        return metrics
+        return result
 
     recipe.train_step = watched_step
 
