@@ -1,4 +1,5 @@
-"""A Slurm cluster of two nodes on this machine, from Debian's packages: for test_slurm.py, or to try things by hand.
+"""A Slurm cluster of two nodes on this machine, from Debian's packages: for test_slurm.py, or to
+try things by hand.
 
 python tests/slurm_cluster.py DIRECTORY      # starts it, prints the variable that sbatch needs, waits for Ctrl-C
 """
@@ -64,7 +65,8 @@ PartitionName=gpu Nodes={gpu_nodes}
 
 
 def free_ports(count):
-    """Below those that the kernel hands out: until it is used, nobody else gets such a port by asking for any."""
+    """Below those that the kernel hands out: until it is used, nobody else gets such a port by
+    asking for any."""
     found = set()
     while len(found) < count:
         port = 4000 + secrets.randbelow(8000)
@@ -75,7 +77,8 @@ def free_ports(count):
 
 
 class Cluster:
-    """Its files are in the directory, its ports are free ones, and no other Slurm on this machine matters to it."""
+    """Its files are in the directory, its ports are free ones, and no other Slurm on this machine
+    matters to it."""
 
     def __init__(self, directory):
         self.directory, self.daemons = Path(directory), {}
@@ -138,8 +141,9 @@ class Cluster:
         self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def kill_node(self, node):
-        """As a power failure does: the daemon, the step managers that it has started, and all that runs in them. The
-        controller would know after SlurmdTimeout; here it does after `miss_node`."""
+        """As a power failure does: the daemon, the step managers that it has started, and all that
+        runs in them. The controller would know after SlurmdTimeout; here it does after
+        `miss_node`."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         steps = [pid for pid in pids if self.step_of(pid) == node]
         self.daemons.pop(node).kill()
@@ -151,7 +155,8 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
 
     def step_of(self, pid):
-        """Return the node whose step this slurmstepd manages, or None: it was forked by that node's daemon."""
+        """Return the node whose step this slurmstepd manages, or None: it was forked by that node's
+        daemon."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n":
                 links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}

@@ -1,4 +1,5 @@
-"""Whatever happens while a checkpoint is written, the last good one stays and the run goes on from it."""
+"""Whatever happens while a checkpoint is written, the last good one stays and the run goes on from
+it."""
 
 import json
 import sys
@@ -7,8 +8,9 @@ import pytest
 from conftest import PROGRAMS, ROOT, forked, run, the_error_line
 from test_resume import STEPS, assert_identical, batch_size, content
 
-# Even numbers are before an operation, odd ones after it. The first open is the lock's; of a save, which has hundreds
-# of writes, the file's and then the directory's, and so with fsync; old ones are deleted from the third save on.
+# Even numbers are before an operation, odd ones after it. The first open is the lock's; of a save,
+# which has hundreds of writes, the file's and then the directory's, and so with fsync; old ones are
+# deleted from the third save on.
 KILLS = [
     *[("open", moment) for moment in range(2, 6)],
     *[("write", moment) for moment in (0, 1, 2, 51, 250, 601)],
@@ -20,7 +22,8 @@ KILLS = [
 
 @pytest.mark.parametrize(
     ("recipe", "processes", "kills"),
-    # What writes is the same text in all recipes; what the pipeline collects for it, from two stages, is not.
+    # What writes is the same text in all recipes; what the pipeline collects for it, from two
+    # stages, is not.
     [
         ("ddp_cifar", 2, KILLS),
         pytest.param("pipeline_cifar", 2, KILLS[::3], marks=pytest.mark.slow),
@@ -29,7 +32,8 @@ KILLS = [
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(
     recipe, processes, kills, tmp_path
 ):
-    """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""
+    """One run, killed over and over while it saves and resumed each time; and an undisturbed
+    one."""
     common = {"recipe": recipe, "processes": processes}
     flags = ["--batch-size", batch_size(recipe, processes), "--checkpoint-every", 1, "--keep", 2]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -60,8 +64,8 @@ def checkpoints(directory):
 
 @pytest.mark.slow
 def test_where_a_checkpoint_cannot_be_written_the_earlier_one_stays(tmp_path):
-    """No room on the disk (as far as the process can tell), and no permission to create the file (a directory is in its
-    place); then the same run with room, to its end."""
+    """No room on the disk (as far as the process can tell), and no permission to create the file (a
+    directory is in its place); then the same run with room, to its end."""
     directory = tmp_path / "run"
     first = {
         "recipe": "ddp_cifar",

@@ -48,9 +48,9 @@ LAYOUTS = [(2, 1), (4, 1), (8, 1), (1, 4), (2, 2)]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """{(processes, accumulation): the same training at one global batch}, by `accelerate launch` with 4gpu.yaml, from
-    which 8gpu.yaml differs in one number, or without a launcher. 5120 samples are 80 global batches; 12 steps reach
-    warm-up and decay."""
+    """{(processes, accumulation): the same training at one global batch}, by `accelerate launch`
+    with 4gpu.yaml, from which 8gpu.yaml differs in one number, or without a launcher. 5120 samples
+    are 80 global batches; 12 steps reach warm-up and decay."""
     directory = tmp_path_factory.mktemp("layouts")
     common = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, *FLAGS]
     runs = []

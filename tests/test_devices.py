@@ -1,5 +1,6 @@
-"""What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to be on one, and raise
-an error when they are mixed with the CPU's. They have no values, and without a driver no backward pass."""
+"""What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to
+be on one, and raise an error when they are mixed with the CPU's. They have no values, and without a
+driver no backward pass."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ class Batches:
 
 @pytest.fixture(params=RECIPES)
 def on_gpu(request, monkeypatch):
-    """(a recipe, its training and its test loader, the model, an accelerator), on the GPU that is not there."""
+    """(a recipe, its training and its test loader, the model, an accelerator), on the GPU that is
+    not there."""
 
     def read(tensor):
         assert tensor.device == GPU, "collectives need it there"

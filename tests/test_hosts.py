@@ -1,5 +1,5 @@
-"""Several machines without a scheduler: one `accelerate launch` on each, here two on this machine, over its loopback
-interface or, as root, as two network namespaces with an address each."""
+"""Several machines without a scheduler: one `accelerate launch` on each, here two on this machine,
+over its loopback interface or, as root, as two network namespaces with an address each."""
 
 import json
 import os
@@ -24,8 +24,8 @@ BOOT = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && sh
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Return the address of the first host; for each, the words before a command that run it there; and why they are
-    not network namespaces, if they are not."""
+    """Return the address of the first host; for each, the words before a command that run it there;
+    and why they are not network namespaces, if they are not."""
     directory = tmp_path_factory.mktemp("etc")
     one = "127.0.0.1", ([], [])
     if os.geteuid() != 0 or not shutil.which("ip"):
@@ -65,8 +65,8 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(hosts, tmp_path_factory):
-    """Directories of two hosts that have trained RECIPES, and of one. In the pipeline the two stages are on different
-    hosts. Each host has a disk of its own."""
+    """Directories of two hosts that have trained RECIPES, and of one. In the pipeline the two
+    stages are on different hosts. Each host has a disk of its own."""
     (address, prefixes, _), tmp_path = hosts, tmp_path_factory.mktemp("trained")
     line = [
         ACCELERATE,
@@ -118,8 +118,9 @@ def test_two_hosts_whose_names_are_loopback_addresses_have_found_each_other(host
 
 
 def train_all(ports):
-    """The process that the launcher has started: it trains each recipe in a fork of its own, for torch to be imported
-    once, and on a port of its own, because the launcher's serves one training."""
+    """The process that the launcher has started: it trains each recipe in a fork of its own, for
+    torch to be imported once, and on a port of its own, because the launcher's serves one
+    training."""
     import accelerate  # noqa: F401
     import torchvision  # noqa: F401
 

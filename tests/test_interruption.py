@@ -1,4 +1,5 @@
-"""Signals and deaths: all processes leave together with everything saved, and the run goes on from there."""
+"""Signals and deaths: all processes leave together with everything saved, and the run goes on from
+there."""
 
 import contextlib
 import json
@@ -89,7 +90,8 @@ def interrupt(recipe, processes, name, target, directory, *flags):
     return code, log.read_text(), sorted(path.name for path in directory.glob("*"))
 
 
-# What the launcher answers, and what it shows as the processes' exit code, where it is still there to show it.
+# What the launcher answers, and what it shows as the processes' exit code, where it is still there
+# to show it.
 CASES = {
     ("ddp_cifar", 2, "SIGTERM", "launcher"): (1, None),
     ("ddp_cifar", 2, "SIGUSR1", "launcher"): (-signal.SIGUSR1, None),
@@ -209,7 +211,8 @@ def test_without_a_launcher_the_exit_code_is_the_signals(directory):
 
 
 def test_a_signal_while_the_handlers_are_installed_is_not_lost(tmp_path):
-    """Between the first handler and the process group of the votes, which takes a while to connect."""
+    """Between the first handler and the process group of the votes, which takes a while to
+    connect."""
     source, line = (
         (ROOT / "recipes/ddp_cifar.py").read_text(),
         "        resource_tracker.ensure_running()",
@@ -355,7 +358,8 @@ def test_two_runs_in_one_directory(directory):
 
 
 def test_the_branch_that_a_run_leaves_is_not_resumed(tmp_path):
-    """Steps 1 to 4, then from 1 again, stopped after 2: auto resumes from the new 2, and the old ones still exist."""
+    """Steps 1 to 4, then from 1 again, stopped after 2: auto resumes from the new 2, and the old
+    ones still exist."""
     common = {"recipe": "ddp_cifar", "processes": 1, "directory": tmp_path / "run"}
     flags = ["--batch-size", 64, "--keep", 9]
     first = {

@@ -1,4 +1,5 @@
-"""What a launch is checked for before anything starts, with fakes of GPUs that this machine does not have."""
+"""What a launch is checked for before anything starts, with fakes of GPUs that this machine does
+not have."""
 
 import os
 import socket
@@ -24,7 +25,8 @@ def stop(message="would start", **_):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Call `make_accelerator` of a recipe with fakes, until it exits with an error or would make the Accelerator."""
+    """Call `make_accelerator` of a recipe with fakes, until it exits with an error or would make
+    the Accelerator."""
 
     ones = torch.ones
 
@@ -77,7 +79,8 @@ def test_a_gpu_that_can_be_used_starts_with_a_line_every_50_steps(start):
 
 
 def test_processes_share_the_cores_also_on_gpus(start, monkeypatch):
-    """For what is computed on the host, such as an offloaded optimizer: the launcher leaves each process one thread."""
+    """For what is computed on the host, such as an offloaded optimizer: the launcher leaves each
+    process one thread."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
     torch.set_num_threads(1)
     start(**H100, environment={"LOCAL_WORLD_SIZE": "2"})
@@ -167,7 +170,8 @@ def test_gloo_takes_the_interface_to_the_first_machine(start, monkeypatch):
 
 
 def test_ranks_whose_launcher_has_ended_while_they_start_do_not_look_for_it_for_hours(start):
-    """It was killed; or, on the first machine, a rank has ended with an error before those here are up."""
+    """It was killed; or, on the first machine, a rank has ended with an error before those here are
+    up."""
     address = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -253,7 +257,8 @@ def test_amp_on_cpu_does_not_ask_cuda(monkeypatch):
 
 @pytest.mark.slow
 def test_cpu_processes_leave_a_gpu_alone(tmp_path):
-    """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is hidden."""
+    """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is
+    hidden."""
     script = tmp_path / "with_a_gpu.py"
     script.write_text(
         "import os, runpy, torch\n"
@@ -291,7 +296,8 @@ exit "$2"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_a_node_of_a_slurm_job_answers(tmp_path):
-    """submit_job.sh goes back into the queue on 138: not where the training was complete before it could stop."""
+    """submit_job.sh goes back into the queue on 138: not where the training was complete before it
+    could stop."""
     (tmp_path / "accelerate").write_text(LAUNCHER)
     (tmp_path / "accelerate").chmod(0o755)
     script = (ROOT / "recipes/submit_job.sh").read_text()

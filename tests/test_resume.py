@@ -17,7 +17,8 @@ RECIPES = [
 
 
 def content(path):
-    """A checkpoint, without what differs between two equal runs: where it is, when it was saved, how long it took."""
+    """A checkpoint, without what differs between two equal runs: where it is, when it was saved,
+    how long it took."""
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("output_dir", "checkpoint_every", "keep", "resume", "date"):
         del checkpoint["config"][name]
@@ -62,8 +63,8 @@ def assert_identical(one, other, where=""):
 
 
 def stopped_and_resumed(recipe, processes, directory):
-    """The uninterrupted run, and one that resumes from its first step, stops in mid-epoch, resumes, stops at the
-    epoch's end, and resumes."""
+    """The uninterrupted run, and one that resumes from its first step, stops in mid-epoch, resumes,
+    stops at the epoch's end, and resumes."""
     share = batch_size(recipe, processes)
     whole, broken = (
         directory / f"{recipe}-{processes}-whole",
@@ -154,7 +155,8 @@ CHANGES = [(4, 2, 1), (2, 1, 1), (1, 4, 1), (4, 1, 4)]
 
 @pytest.fixture(scope="module")
 def changed_world_sizes(tmp_path_factory):
-    """Six steps by one number of processes, the rest by another, at the same global batch; and all by the first."""
+    """Six steps by one number of processes, the rest by another, at the same global batch; and all
+    by the first."""
     directory, runs = tmp_path_factory.mktemp("world"), []
     for before, after, accumulation in CHANGES:
         common = {"recipe": "ddp_cifar", "plain": True}

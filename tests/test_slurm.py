@@ -1,7 +1,7 @@
-"""submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that dies.
+"""submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that
+dies.
 
-The tests marked `at_once` run side by side, each on nodes of its own.
-"""
+The tests marked `at_once` run side by side, each on nodes of its own."""
 
 import contextlib
 import json
@@ -45,7 +45,8 @@ def slurm(tmp_path_factory):
 
 
 class Job:
-    """A job submitted in a directory of its own, which looks like this repository. The recipe is a path or code."""
+    """A job submitted in a directory of its own, which looks like this repository. The recipe is a
+    path or code."""
 
     def __init__(self, cluster, directory, *options, recipe, flags=()):
         self.cluster, self.directory = cluster, directory
@@ -113,7 +114,8 @@ class Training(Job):
         self.wait(lambda: len(self.processes()) >= 3, "ranks")
 
     def until_back_in_the_queue(self, restarts):
-        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have sooner."""
+        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have
+        sooner."""
         self.until("PENDING")
         assert self.show("Restarts") == str(restarts)
         assert self.processes() == []
