@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -33,7 +34,9 @@ class Compiled(nn.Sequential):
 
 def build_model(args, dropout=0.2):
     return (Compiled if getattr(args, "compile", False) else nn.Sequential)(
-        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)),
+        nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)
+        ),
         nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
         nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
     )
@@ -72,8 +75,11 @@ def watch_batches(recipe, directory, when, what):
 
 
 def kill_while_saving(recipe, operation, moment):
-    """Before and after every operation on the disk: the n-th such moment of one kind is the process's last."""
+    """Before and after every operation on the disk: the n-th such moment of one kind is the process's
+    last. With the operation "record", `moment` is a file: it gets the kinds of all moments until
+    the end of the first save."""
     moments = collections.Counter()
+    kinds = []
 
     def watched(function, name):
         def with_moments(*arguments, **options):
@@ -83,6 +89,7 @@ def kill_while_saving(recipe, operation, moment):
                 if name == operation and moments[name] == moment:
                     os.kill(os.getpid(), signal.SIGKILL)
                 moments[name] += 1
+                kinds.append(name)
             return result
 
         return with_moments
@@ -101,13 +108,24 @@ def kill_while_saving(recipe, operation, moment):
         def __exit__(self, *error):
             self.file.close()
 
+    def recorded_save(*arguments):
+        save(*arguments)
+        Path(moment).write_text("\n".join(kinds))
+        recipe.Checkpoints.save = save
+
+    if operation == "record":
+        save = recipe.Checkpoints.save
+        recipe.Checkpoints.save = recorded_save
+
     class WatchedPath(type(recipe.Path())):
         unlink = watched(type(recipe.Path()).unlink, "unlink")
 
     recipe.Path = WatchedPath
     replaced = {name: watched(getattr(os, name), name) for name in ("open", "fsync", "replace")}
     recipe.os = SimpleNamespace(**{**vars(os), **replaced})
-    recipe.open = lambda path, *mode, **options: (File if str(path).endswith(".tmp") else open)(path, *mode, **options)
+    recipe.open = lambda path, *mode, **options: (File if str(path).endswith(".tmp") else open)(
+        path, *mode, **options
+    )
 
 
 def watch_the_default_group():
@@ -137,9 +155,14 @@ def train(run, prepare=lambda recipe: None):
     prepare(recipe)
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
     flags += [] if run.get("device") == "cuda" else ["--cpu"]
-    sys.argv = [str(word) for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])]
+    sys.argv = [
+        str(word)
+        for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])
+    ]
     if rank == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        time.sleep(3)  # long enough for the others to find what the dead processes left in the launcher's store
+        time.sleep(
+            3
+        )  # long enough for the others to find what the dead processes left in the launcher's store
     recipe.main()
 
 
