@@ -55,12 +55,8 @@ def results(tmp_path_factory):
     common = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, *FLAGS]
     runs = []
     for processes, accumulation in FORKED:
-        flags = [
-            *common,
-            GLOBAL_BATCH // processes // accumulation,
-            "--accumulation-steps",
-            accumulation,
-        ]
+        flags = [*common, GLOBAL_BATCH // processes // accumulation]
+        flags += ["--global-batch-size", GLOBAL_BATCH]
         flags += ["--output-dir", f"{processes}-{accumulation}"]
         run = {"processes": processes, "script": ROOT / "recipes/ddp_cifar.py", "flags": flags}
         runs.append({**run, "directory": directory})
