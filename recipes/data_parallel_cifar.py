@@ -804,8 +804,9 @@ class Checkpoints:
             differences = [
                 f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
             ]
-            settings = [f"--{name.replace('_', '-')} {theirs[name]}" for name in flags]
-            remedy = f"continue it with {' '.join(settings)}, or " if flags else ""
+            settings = " ".join(as_flag(name, theirs[name]) for name in flags)
+            mends = flags and "recipe" not in flags
+            remedy = f"continue it with {settings}, or " if mends else ""
             raise CheckpointError(
                 f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
                 f"{remedy}choose another --output-dir"
@@ -858,7 +859,10 @@ class Checkpoints:
         try:
             self.write(without_numpy(content), path)
             if self.accelerator.is_main_process:
-                for old in sorted(self.directory.glob(self.pattern))[: -self.config["keep"]]:
+                saved = sorted(self.directory.glob(self.pattern))
+                # Not the later ones: those were skipped, because they are damaged.
+                saved = saved[: saved.index(path) + 1]
+                for old in saved[: -self.config["keep"]]:
                     self.delete(old)
         except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"
@@ -868,6 +872,14 @@ class Checkpoints:
             exit_together(metrics, 1, message)
         self.last_step = step
         self.saved_at = time.monotonic()
+
+
+def as_flag(name, value):
+    """Return how a command line sets a flag to a value."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def save_to_disk(content, path):
