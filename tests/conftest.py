@@ -241,9 +241,7 @@ def the_error_line(process):
     """The one line by which a recipe refused, and nothing else of its own: no traceback, no second
     voice."""
     assert process.returncode != 0
-    lines = [
-        line for line in process.stderr.splitlines() if re.match(r"[\w.-]+: error: ", line)
-    ]
+    lines = [line for line in process.stderr.splitlines() if re.match(r"[\w.-]+: error: ", line)]
     assert len(lines) == 1, process.stdout + process.stderr
     assert "Traceback" not in process.stdout + process.stderr.partition(lines[0])[0]
     assert "]: Traceback" not in process.stderr, (

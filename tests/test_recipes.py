@@ -1,4 +1,5 @@
-"""What every recipe promises: it runs alone, on what pyproject.toml names, with a reader's own data and model."""
+"""What every recipe promises: it runs alone, on what pyproject.toml names, with a reader's own data
+and model."""
 
 import ast
 import json
@@ -11,13 +12,23 @@ import pytest
 from conftest import ROOT, forked, outputs
 
 # The processes that a recipe is run with.
-RECIPES = {"ddp_cifar": 2, "data_parallel_cifar": 1, "amp_cifar": 2, "pipeline_cifar": 2, "sharded_cifar": 2}
+RECIPES = {
+    "ddp_cifar": 2,
+    "data_parallel_cifar": 1,
+    "amp_cifar": 2,
+    "pipeline_cifar": 2,
+    "sharded_cifar": 2,
+}
 SCRIPTS = [*RECIPES, "plain_ddp_cifar"]
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
 def test_imports_only_what_pyproject_names(recipe):
-    (named,) = re.findall(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    (named,) = re.findall(
+        r"^dependencies = \[(.*?)\]",
+        (ROOT / "pyproject.toml").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     allowed = set(re.findall(r'"(\w+)', named)) | set(sys.stdlib_module_names) | {"PIL"}
     imported = set()
     for node in ast.walk(ast.parse((ROOT / f"recipes/{recipe}.py").read_text())):
@@ -62,9 +73,13 @@ if __name__ == "__main__":"""
 
 @pytest.fixture(scope="module")
 def regressions(tmp_path_factory):
-    """A copy of each recipe, in an empty directory, and another of ddp_cifar.py: one process, no workers."""
+    """A copy of each recipe, in an empty directory, and another of ddp_cifar.py: one process, no
+    workers."""
     directory, runs = tmp_path_factory.mktemp("mine"), []
-    for name, recipe, workers in [("alone", "ddp_cifar", 0), *((recipe, recipe, 2) for recipe in RECIPES)]:
+    for name, recipe, workers in [
+        ("alone", "ddp_cifar", 0),
+        *((recipe, recipe, 2) for recipe in RECIPES),
+    ]:
         source = (ROOT / f"recipes/{recipe}.py").read_text()
         assert source.count('\nif __name__ == "__main__":') == 1
         script = directory / name / "mine.py"
@@ -85,12 +100,18 @@ def regressions(tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_trains_a_readers_own_data_model_and_loss_the_same_in_processes_and_workers(recipe, regressions):
-    """`load_data`, `build_model` and `compute_loss` are replaced: a regression on an ordinary Dataset whose samples are
-    random, made by two workers of each process, against one process without workers."""
+def test_trains_a_readers_own_data_model_and_loss_the_same_in_processes_and_workers(
+    recipe, regressions
+):
+    """`load_data`, `build_model` and `compute_loss` are replaced: a regression on an ordinary
+    Dataset whose samples are random, made by two workers of each process, against one process
+    without workers."""
     result, alone = regressions[recipe], regressions["alone"]
     assert (result["summary"]["samples"], result["summary"]["steps"]) == (37, 6)
-    for event, names in (("train", ("loss", "largest", "below")), ("evaluations", ("test_loss", "test_largest"))):
+    for event, names in (
+        ("train", ("loss", "largest", "below")),
+        ("evaluations", ("test_loss", "test_largest")),
+    ):
         for name in names:
             values, expected = ([line[name] for line in run[event]] for run in (result, alone))
             assert len(set(values)) > 1 and values == pytest.approx(expected, abs=1e-5), name
@@ -100,18 +121,41 @@ def test_trains_a_readers_own_data_model_and_loss_the_same_in_processes_and_work
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
     """Every recipe alone in an empty directory, on ResNet-50 where nothing else trains that one."""
-    runs, names = [], sorted(SCRIPTS, key=["plain_ddp_cifar", "amp_cifar"].__contains__, reverse=True)  # longest first
+    runs, names = (
+        [],
+        sorted(SCRIPTS, key=["plain_ddp_cifar", "amp_cifar"].__contains__, reverse=True),
+    )  # longest first
     for recipe in names:
         directory = tmp_path_factory.mktemp(recipe)
         script = directory / f"{recipe}.py"
         script.write_text((ROOT / f"recipes/{recipe}.py").read_text())
-        flags = ["--data", "synthetic", "--cpu", "--max-steps", 2, "--batch-size", 16, "--stem", "imagenet"]
+        flags = [
+            "--data",
+            "synthetic",
+            "--cpu",
+            "--max-steps",
+            2,
+            "--batch-size",
+            16,
+            "--stem",
+            "imagenet",
+        ]
         flags += ["--model", MODELS.get(recipe, "simple_cnn")]
         flags += [] if recipe in RECIPES else ["--world_size", 2, "--workers", 1]
-        runs.append({"processes": RECIPES.get(recipe, 1), "script": script, "directory": directory, "flags": flags})
+        runs.append(
+            {
+                "processes": RECIPES.get(recipe, 1),
+                "script": script,
+                "directory": directory,
+                "flags": flags,
+            }
+        )
         runs[-1]["patience"] = 400
     answers = forked(runs, directory, together=2, PYTHONPATH="")
-    return {recipe: (run["directory"], *answer) for recipe, run, answer in zip(names, runs, answers, strict=True)}
+    return {
+        recipe: (run["directory"], *answer)
+        for recipe, run, answer in zip(names, runs, answers, strict=True)
+    }
 
 
 MODELS = {"amp_cifar": "resnet50"}
@@ -126,14 +170,43 @@ def test_trains_when_copied_alone_into_an_empty_directory(recipe, copies):
     summary = json.loads(Path(directory, f"runs/{recipe}/summary.json").read_text())
     model = MODELS.get(recipe, "simple_cnn")
     assert (summary["recipe"], summary["model"], summary["steps"]) == (recipe, model, 2)
-    assert 0 <= summary["test_accuracy"] <= 1 and summary["peak_memory_bytes"] > 2**20 and summary["seconds"] > 0
-    assert {"stem", "data", "device", "precision", "world_size", "global_batch_size", "epochs"} <= summary.keys()
+    assert (
+        0 <= summary["test_accuracy"] <= 1
+        and summary["peak_memory_bytes"] > 2**20
+        and summary["seconds"] > 0
+    )
+    assert {
+        "stem",
+        "data",
+        "device",
+        "precision",
+        "world_size",
+        "global_batch_size",
+        "epochs",
+    } <= summary.keys()
     assert {"seed", "train_loss", "samples_per_second", "versions"} <= summary.keys()
     if recipe in RECIPES:
         result = outputs(directory / f"runs/{recipe}")
-        reference = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "samples_per_second"}
+        reference = {
+            "event",
+            "epoch",
+            "step",
+            "time",
+            "loss",
+            "accuracy",
+            "learning_rate",
+            "samples_per_second",
+        }
         own = {"loss_scale", "skipped_steps"} if recipe == "amp_cifar" else set()
         assert result["train"] and all(line.keys() == reference | own for line in result["train"])
         written = {path.name for path in Path(directory, f"runs/{recipe}").iterdir()}
-        checkpoint = "step-00000002" if recipe == "sharded_cifar" else "step-00000002.pt"  # one file of each process
-        assert written == {"metrics.jsonl", "summary.json", "model.safetensors", checkpoint, "run.lock"}
+        checkpoint = (
+            "step-00000002" if recipe == "sharded_cifar" else "step-00000002.pt"
+        )  # one file of each process
+        assert written == {
+            "metrics.jsonl",
+            "summary.json",
+            "model.safetensors",
+            checkpoint,
+            "run.lock",
+        }
