@@ -19,7 +19,12 @@ CASES = {
     "negative epochs": (["--epochs", "-1"], ["--epochs", "-1", "above -1"]),
     "negative batch": (["--batch-size", "-4"], ["--batch-size", "-4", "above 0"]),
     "no steps": (["--max-steps", "0"], ["--max-steps", "above 0"]),
-    "no accumulation": (["--accumulation-steps", "0"], ["--accumulation-steps", "above 0"]),
+    "no global batch": (["--global-batch-size", "0"], ["--global-batch-size", "above 0"]),
+    "a prime global batch": (
+        ["--global-batch-size", "257"],
+        ["--global-batch-size: 257 cannot be divided among 1 replica", "choose 256 or 258"],
+    ),
+    "no hang timeout": (["--hang-timeout", "0"], ["--hang-timeout", "above 0"]),
     "infinite learning rate": (["--lr", "inf"], ["--lr", "inf"]),
     "learning rate that is no number": (["--lr", "fast"], ["--lr", "fast"]),
     "nan learning rate": (["--lr", "nan"], ["--lr", "nan"]),
@@ -109,11 +114,11 @@ CASES = {
     ),
     "another version's": (
         ["--resume", "future.pt"],
-        ["--resume", "cannot load future.pt", "not of format 2"],
+        ["--resume", "cannot load future.pt", "not of format 4"],
     ),
     "another recipe's": (
         ["--resume", "foreign.pt"],
-        ["--resume", "recipe is amp_cifar there, ddp_cifar here"],
+        ["--resume", "recipe is amp_cifar there, ddp_cifar here: choose another --output-dir"],
     ),
     "another model's": (
         ["--resume", GOOD, "--model", "resnet50", "--stem", "imagenet"],
@@ -121,20 +126,34 @@ CASES = {
     ),
     "other hyper-parameters": (
         ["--resume", GOOD, "--lr", "0.5", "--seed", "1"],
-        ["lr is 0.1 there, 0.5 here", "seed is 0 there, 1 here"],
+        [
+            "lr is 0.1 there, 0.5 here; seed is 0 there, 1 here: "
+            "continue it with --lr 0.1 --seed 0, or choose another --output-dir"
+        ],
+    ),
+    "a flag that was not set": (
+        ["--resume", GOOD, "--clip-norm", "3", "--seed", "1"],
+        ["continue it with --seed 0 without --clip-norm, or choose another --output-dir"],
     ),
     "another global batch": (
         ["--resume", GOOD, "--batch-size", "64"],
-        ["global_batch_size is 128 there, 64 here"],
+        ["global_batch_size is 128 there, 64 here: continue it with --global-batch-size 128, or"],
     ),
     "other weights": (["--resume", "misfit.pt"], ["--resume", "does not fit this model"]),
     "only damaged checkpoints": (
         ["--resume", "auto", "--output-dir", "damaged"],
         ["cannot load damaged/step-00000001.pt", "--output-dir"],
     ),
-    "a run without --resume": (
-        ["--output-dir", "done"],
-        ["done holds a run's checkpoints", "--resume auto", "--output-dir"],
+    "another run in the output directory": (
+        ["--output-dir", "done", "--lr", "0.5"],
+        ["done/step-00000001.pt is of another run: lr is 0.1 there", "--output-dir"],
+    ),
+    "an earlier checkpoint of the output directory": (
+        ["--output-dir", "later", "--resume", "later/step-00000001.pt"],
+        [
+            "later/step-00000002.pt is later than later/step-00000001.pt",
+            "choose another --output-dir to begin there, or leave --resume out",
+        ],
     ),
 }
 
@@ -163,21 +182,24 @@ def disk(tmp_path_factory):
     (disk / "text.pt").write_text("weights")
     (disk / "truncated.pt").write_bytes(good[:-1000])
     (disk / "flipped.pt").write_bytes(good[:200_000] + bytes([good[200_000] ^ 1]) + good[200_001:])
+    for step in (1, 2):
+        (disk / "later").mkdir(exist_ok=True)
+        (disk / f"later/step-0000000{step}.pt").write_bytes(good)
     (disk / "damaged").mkdir()
     (disk / "damaged/step-00000001.pt").write_bytes(good[:-1000])
     (disk / "evil.pickle").write_bytes(pickle.dumps(Evil()))
-    weights = content["states"][0]["model"]
+    weights = content["states"]["model"]
     torch.save(weights, disk / "weights.pt")
     torch.save({f"other.{name}": value for name, value in weights.items()}, disk / "other.pt")
     torch.save(
         {**weights, "2.1.weight": torch.zeros(7, 128), "2.1.bias": torch.zeros(7)}, disk / "head.pt"
     )
     torch.save({**content, "metrics": Evil()}, disk / "evil.pt")
-    torch.save({**content, "format": 3}, disk / "future.pt")
+    torch.save({**content, "format": 5}, disk / "future.pt")
     torch.save(
         {**content, "config": {**content["config"], "recipe": "amp_cifar"}}, disk / "foreign.pt"
     )
-    content["states"][0]["model"].popitem()
+    content["states"]["model"].popitem()
     torch.save(content, disk / "misfit.pt")
     return disk
 
@@ -195,14 +217,8 @@ def errors(disk, tmp_path_factory):
     for flags, _ in CASES.values():
         directory = tmp_path_factory.mktemp("case") / "disk"
         shutil.copytree(disk, directory)
-        runs.append(
-            {
-                "processes": 1,
-                "script": str(RECIPE),
-                "flags": [*SYNTHETIC, *flags],
-                "directory": directory,
-            }
-        )
+        run = {"processes": 1, "script": str(RECIPE), "directory": directory}
+        runs.append({**run, "flags": [*SYNTHETIC, *flags]})
     # No route to the network: a download must fail here as it does on a machine without one.
     answers = forked(
         runs, tmp_path_factory.mktemp("forked"), together=2, https_proxy="http://127.0.0.1:9"
@@ -251,16 +267,14 @@ def test_swapped_stages_are_refused(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_is_late_for_an_error_leaves_when_it_is_told_to(tmp_path):
     """The launcher ends it as soon as the first rank has: before it knows of the error itself."""
-    source, line = RECIPE.read_text(), "        expected = (self.step - self.logged)"
+    source = RECIPE.read_text()
+    line = "    if counted != samples:\n"
     assert source.count(line) == 1
+    late = f"    time.sleep(2 * int(os.environ['RANK']))\n    counted -= 1\n{line}"
     script = tmp_path / "late.py"
-    script.write_text(
-        source.replace(line, f"        time.sleep(2 * int(os.environ['RANK']))\n{line} * 2")
-    )
-    common = {"processes": 2, "directory": tmp_path, "flags": SYNTHETIC}
-    ((codes, output),) = forked(
-        [{**common, "script": script, "grace": 0.5, "terminate": True}], tmp_path
-    )
+    script.write_text(source.replace(line, late))
+    run = {"processes": 2, "directory": tmp_path, "script": script, "flags": SYNTHETIC}
+    ((codes, output),) = forked([{**run, "grace": 0.5, "terminate": True}], tmp_path)
     assert codes == [2, 2] and output.count("error:") == 1, output
 
 
@@ -319,7 +333,6 @@ def test_it_trains_without_docstrings_and_assertions(tmp_path):
     """As by `python -OO`, which would compile all of torch once more."""
     script = tmp_path / "optimized.py"
     script.write_text(f'exec(compile(open("{RECIPE}").read(), "{RECIPE}", "exec", optimize=2))')
-    ((codes, output),) = forked(
-        [{"processes": 1, "script": script, "flags": SYNTHETIC, "directory": tmp_path}], tmp_path
-    )
+    run = {"processes": 1, "script": script, "flags": SYNTHETIC, "directory": tmp_path}
+    ((codes, output),) = forked([run], tmp_path)
     assert codes == [0] and "step 1/1" in output
