@@ -133,7 +133,7 @@ CASES = {
     ),
     "a flag that was not set": (
         ["--resume", GOOD, "--clip-norm", "3", "--seed", "1"],
-        ["continue it with --seed 0 without --clip-norm, or choose another --output-dir"],
+        ["continue it with --seed 0 and without --clip-norm, or choose another --output-dir"],
     ),
     "another global batch": (
         ["--resume", GOOD, "--batch-size", "64"],

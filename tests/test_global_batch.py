@@ -1,4 +1,4 @@
-"""--global-batch-size: the same training on any number of processes, with or without accumulation."""
+"""--global-batch-size: the same training on any number of processes, and with accumulation."""
 
 from types import SimpleNamespace
 

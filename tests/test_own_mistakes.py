@@ -81,7 +81,7 @@ def returned(value):
         ),
         mistake(
             "a row per sample",
-            'compute_loss: "loss" is (128, 1) and not (B,)',
+            'compute_loss: "loss" is (64, 1) and not (B,)',
             returned('{"loss": loss[:, None]}'),
             processes=1,
         ),
@@ -176,7 +176,7 @@ def load_data(args, accelerator):
 """
 CANNOT_RESUME = {  # what is named: what load_data returns
     "SubsetRandomSampler": "train, DataLoader(data, 8, sampler=d.SubsetRandomSampler(range(20)))",
-    "WeightedRandomSampler": "DataLoader(data, 8, sampler=d.WeightedRandomSampler([1.0] * 24, 9)), test",
+    "WeightedRandomSampler": "DataLoader(data, 8, sampler=d.WeightedRandomSampler([1.0], 9)), test",
     "DistributedSampler": "DataLoader(data, 8, sampler=d.DistributedSampler(data, 2, 0)), test",
     "Batches": "DataLoader(data, batch_sampler=Batches()), test",
     "RandomSubset": "DataLoader(data, batch_sampler=sampler), test",
@@ -228,7 +228,7 @@ def loaders(value):
         *[
             mistake(
                 name,
-                f"load_data: cannot resume {'Stream' if name == 'Stream' else 'TensorDataset'} and ",
+                "load_data: cannot resume " + ("Stream" if name == "Stream" else "TensorDataset"),
                 project=OWN_SAMPLERS.replace("LOADERS", value),
                 processes=1,
             )
@@ -260,6 +260,7 @@ OWN_STATE = """    from types import SimpleNamespace
             "a state that cannot be read again",
             "error: cannot write step-00000002.pt (UnpicklingError(",
             (DESCRIBED, OWN_STATE + DESCRIBED),
+            flags=["--batch-size", 64],
             code=1,
         ),
         mistake(
