@@ -49,7 +49,7 @@ def disturb(model, logits):
 
 
 def make_optimizer(model, args, total_steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 """
 # Of process 1 the whole share, and of one process's two microbatches the second one.
@@ -157,7 +157,7 @@ def test_each_step_is_on_the_mean_over_all_tokens(trained, case):
     assert len(result["train"]) == 5
     update = flat(load_file(result["weights"]), initial)
     exact_update = flat(expected, initial)
-    assert exact_update.norm() > 0.1, "1e-6 of it would be less than a rounding error"
+    assert exact_update.norm() > 3, "1e-6 of it would be less than a rounding error"
     assert (update - exact_update).norm() / exact_update.norm() < 1e-6
     if overflow:
         assert [line["skipped_steps"] for line in result["train"]] == [0, 0, 1, 1, 1]
