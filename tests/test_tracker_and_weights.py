@@ -79,11 +79,32 @@ def test_weights_are_what_training_starts_from_as_far_as_they_fit(trained, tmp_p
         f"names that do not fit: {', '.join(sorted(head))}\n" in result.output
         for result in (mine, piped)
     )
-    assert "names that do not fit: nothing\n" in whole.output
+    assert "names that do not fit: none\n" in whole.output
     for result, is_head in ((mine, fresh), (piped, fresh), (whole, None)):
         for name, value in load_file(result.weights).items():
             source = load_file(is_head.weights)[name] if is_head and name in head else weights[name]
             torch.testing.assert_close(value, source, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "_orig_mod.module."])
+def test_weights_of_a_wrapped_model_load(trained, prefix, wrapped):
+    """As `torch.compile` and DDP name them in their state dicts."""
+    evaluated = wrapped[prefix]
+    assert "names that do not fit: none\n" in evaluated.output
+    assert evaluated.summary["test_loss"] == trained["ddp_cifar"].summary["test_loss"]
+
+
+@pytest.fixture(scope="module")
+def wrapped(trained, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wrapped")
+    weights = load_file(trained["ddp_cifar"].weights)
+    runs = {}
+    for prefix in ("_orig_mod.", "module.", "_orig_mod.module."):
+        path = directory / f"{prefix}pt"
+        torch.save({prefix + name: value for name, value in weights.items()}, path)
+        flags = ["--epochs", 0, "--batch-size", 64, "--seed", 3, "--weights", path]
+        runs[prefix] = (2, "ddp_cifar", flags)
+    return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
 
 
 WRONG = {
