@@ -263,7 +263,8 @@ def checked(metrics):
     if not isinstance(metrics, dict) or "loss" not in metrics:
         found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
         exit_with_error(f"compute_loss returned {found}: {example}, also in evaluations")
-    for name, value in metrics.items():
+    for name in ("loss", *metrics):
+        value = metrics[name]
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
         if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
             tokens = 'for tokens, each sequence\'s mean and their number as "weight"'
@@ -411,7 +412,7 @@ class Metrics:
         sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
         values, _ = means(self.names, sums.sum(0))
         loss = list(values).index("loss")
-        self.exit_if_not_finite(values, sums[:, loss] + norms[:, 0])
+        self.exit_if_not_finite(values, sums[:, loss], norms[:, 0])
         values["learning_rate"] = learning_rate
         values["grad_norm"] = None if grad_norm is None else float(grad_norm)
         values["samples_per_second"] = self.throughput(seconds)
@@ -424,10 +425,12 @@ class Metrics:
         self.last_line = self.step
         self.start_clock()
 
-    def exit_if_not_finite(self, values, by_rank):
-        """Exit if `by_rank`, loss plus norm of the weights of each rank, is not; warn of others."""
-        if not math.isfinite(by_rank.sum()):
-            ranks = (~by_rank.isfinite()).nonzero().flatten().tolist()
+    def exit_if_not_finite(self, values, losses, weight_norms):
+        """Exit if the loss or the weights of a rank are not; warn of other metrics."""
+        # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
+        wrong = ~(losses if not losses.isfinite().all() else weight_norms).isfinite()
+        if wrong.any():
+            ranks = wrong.nonzero().flatten().tolist()
             where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
             remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
             message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
@@ -435,7 +438,8 @@ class Metrics:
         for name, value in values.items():
             if not math.isfinite(value) and name not in self.warned:
                 self.warned.add(name)
-                print(f"{RECIPE}: warning: {name} is {value} at step {self.step}", file=sys.stderr)
+                text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
+                self.accelerator.print(text, file=sys.stderr)
 
     def throughput(self, seconds):
         """Return the samples per second since the last line, or None where it is warm-up."""
