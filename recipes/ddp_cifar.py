@@ -810,9 +810,9 @@ class Checkpoints:
             differences = [
                 f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
             ]
-            settings = " ".join(as_flag(name, theirs[name]) for name in flags)
-            mends = flags and "recipe" not in flags
-            remedy = f"continue it with {settings}, or " if mends else ""
+            remedy = ""
+            if flags and "recipe" not in flags:
+                remedy = f"continue it {to_type({name: theirs[name] for name in flags})}, or "
             raise CheckpointError(
                 f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
                 f"{remedy}choose another --output-dir"
@@ -880,12 +880,18 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
 
-def as_flag(name, value):
-    """Return how a command line sets a flag to a value."""
-    flag = f"--{name.replace('_', '-')}"
-    if value is None or value is False:
-        return f"no {flag}"
-    return flag if value is True else f"{flag} {value}"
+def to_type(values):
+    """Return what to type to have these values of flags: "with --lr 0.1 and without --compile"."""
+    given = []
+    left_out = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            left_out.append(flag)
+        else:
+            given.append(flag if value is True else f"{flag} {value}")
+    parts = {"with": given, "without": left_out}
+    return " and ".join(" ".join([word, *flags]) for word, flags in parts.items() if flags)
 
 
 def save_to_disk(content, path):
