@@ -250,7 +250,8 @@ def checked(metrics):
     if not isinstance(metrics, dict) or "loss" not in metrics:
         found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
         exit_with_error(f"compute_loss returned {found}: {example}, also in evaluations")
-    for name, value in metrics.items():
+    for name in ("loss", *metrics):
+        value = metrics[name]
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
         if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
             tokens = 'for tokens, each sequence\'s mean and their number as "weight"'
@@ -398,7 +399,7 @@ class Metrics:
         sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
         values, _ = means(self.names, sums.sum(0))
         loss = list(values).index("loss")
-        self.exit_if_not_finite(values, sums[:, loss] + norms[:, 0])
+        self.exit_if_not_finite(values, sums[:, loss], norms[:, 0])
         values["learning_rate"] = learning_rate
         values["grad_norm"] = None if grad_norm is None else float(grad_norm)
         values["samples_per_second"] = self.throughput(seconds)
@@ -411,10 +412,12 @@ class Metrics:
         self.last_line = self.step
         self.start_clock()
 
-    def exit_if_not_finite(self, values, by_rank):
-        """Exit if `by_rank`, loss plus norm of the weights of each rank, is not; warn of others."""
-        if not math.isfinite(by_rank.sum()):
-            ranks = (~by_rank.isfinite()).nonzero().flatten().tolist()
+    def exit_if_not_finite(self, values, losses, weight_norms):
+        """Exit if the loss or the weights of a rank are not; warn of other metrics."""
+        # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
+        wrong = ~(losses if not losses.isfinite().all() else weight_norms).isfinite()
+        if wrong.any():
+            ranks = wrong.nonzero().flatten().tolist()
             where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
             remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
             message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
@@ -422,7 +425,8 @@ class Metrics:
         for name, value in values.items():
             if not math.isfinite(value) and name not in self.warned:
                 self.warned.add(name)
-                print(f"{RECIPE}: warning: {name} is {value} at step {self.step}", file=sys.stderr)
+                text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
+                self.accelerator.print(text, file=sys.stderr)
 
     def throughput(self, seconds):
         """Return the samples per second since the last line, or None where it is warm-up."""
@@ -807,8 +811,9 @@ class Checkpoints:
             differences = [
                 f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
             ]
-            settings = [f"--{name.replace('_', '-')} {theirs[name]}" for name in flags]
-            remedy = f"continue it with {' '.join(settings)}, or " if flags else ""
+            remedy = ""
+            if flags and "recipe" not in flags:
+                remedy = f"continue it {to_type({name: theirs[name] for name in flags})}, or "
             raise CheckpointError(
                 f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
                 f"{remedy}choose another --output-dir"
@@ -861,7 +866,10 @@ class Checkpoints:
         try:
             self.write(without_numpy(content), path)
             if self.accelerator.is_main_process:
-                for old in sorted(self.directory.glob(self.pattern))[: -self.config["keep"]]:
+                saved = sorted(self.directory.glob(self.pattern))
+                # Not the later ones: those were skipped, because they are damaged.
+                saved = saved[: saved.index(path) + 1]
+                for old in saved[: -self.config["keep"]]:
                     self.delete(old)
         except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"
@@ -871,6 +879,20 @@ class Checkpoints:
             exit_together(metrics, 1, message)
         self.last_step = step
         self.saved_at = time.monotonic()
+
+
+def to_type(values):
+    """Return what to type to have these values of flags: "with --lr 0.1 and without --compile"."""
+    given = []
+    left_out = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            left_out.append(flag)
+        else:
+            given.append(flag if value is True else f"{flag} {value}")
+    parts = {"with": given, "without": left_out}
+    return " and ".join(" ".join([word, *flags]) for word, flags in parts.items() if flags)
 
 
 def save_to_disk(content, path):
@@ -990,6 +1012,7 @@ class HangDetector:
         self.progress = 0
         self.step = 0
         self.reports = {}  # {rank: its newest report}
+        self.has_store = True
         run = [uuid.uuid4().hex]  # a restarted run may have the store of the one before
         utils.broadcast_object_list(run)
         self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
@@ -1045,7 +1068,7 @@ class HangDetector:
                         self.reports[rank] = json.loads(store.get(key))
                 if self.closed.wait(self.tick):
                     return
-        self.reports = {}
+        self.has_store = False
 
     def watch(self):
         """End the process when a rank was silent, or this one made no progress, for too long."""
@@ -1060,8 +1083,8 @@ class HangDetector:
                 known = numbers.get(rank) == report["number"] and rank != self.rank
                 silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
                 numbers[rank] = report["number"]
-            silent = [rank for rank in self.reports if silence.get(rank, 0.0) >= self.timeout]
-            if silent or (self.armed and idle >= self.timeout):
+            silent = [rank for rank, seconds in silence.items() if seconds >= self.timeout]
+            if (silent and self.has_store) or (self.armed and idle >= self.timeout):
                 self.end(silent)
             if self.timeout <= idle < self.timeout + self.tick:
                 self.print_stack("no progress, which is no error yet")
@@ -1073,6 +1096,7 @@ class HangDetector:
         reports = {**self.reports, self.rank: self.own_report(0)}
         if self.rank == min(reports.keys() - silent):
             os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
+        time.sleep(2 * self.tick)  # until the other ranks have come here: one that ends, ends them
         kill_workers()
         os._exit(1)
 

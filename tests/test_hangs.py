@@ -62,10 +62,12 @@ def stalled(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_stalls_is_named_and_the_run_ends(stalled, name):
-    processes, recipe, where, how, said = CASES[name]
+    processes, _, where, how, said = CASES[name]
     codes, output = stalled[name]
     assert 0 not in codes, output
-    (line,) = [line for line in output.splitlines() if re.match(r"\w+: error: ", line)]
+    errors = [line for line in output.splitlines() if re.match(r"\w+: error: ", line)]
+    assert len(errors) == 1, output
+    line = errors[0]
     assert f"for {TIMEOUT} s" in line and re.search(said, line), line
     named = re.findall(r"rank (\d) on (\S+) \(", line)
     host = socket.gethostname()
@@ -79,7 +81,7 @@ def test_a_rank_that_stalls_is_named_and_the_run_ends(stalled, name):
 
 
 def test_what_is_slow_but_moves_is_no_hang(stalled):
-    """Loading the data, the first step, a checkpoint and an evaluation take twice the timeout each."""
+    """Loading data, the first step, saving and an evaluation take longer than the timeout."""
     codes, output = stalled["slow"]
     assert codes == [0, 0], output
     assert "error" not in output.replace("no error yet", "")

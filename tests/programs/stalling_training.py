@@ -60,7 +60,7 @@ def slowed(function):
 
 
 class Worker(torch.utils.data.TensorDataset):
-    __getitem__ = stall_at(20, torch.utils.data.TensorDataset.__getitem__)
+    __getitem__ = stall_at(100, torch.utils.data.TensorDataset.__getitem__)
 
 
 def load_data(args, accelerator):
