@@ -1,5 +1,5 @@
-"""The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is whole
-or not there."""
+"""The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is
+whole or not there."""
 
 import json
 import pickle
@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torchvision
-from conftest import PROGRAMS, ROOT, forked, load, outputs
+from conftest import PROGRAMS, ROOT, answers, forked, load, outputs
 from safetensors.torch import load_file
 from test_own_projects import FEWER, copy
 from test_resume import MEASURED, assert_identical, batches, content, untimed
@@ -571,6 +571,98 @@ def test_where_a_checkpoint_cannot_be_written_or_is_not_finite_all_processes_end
         assert found[: len(codes)] == codes and words in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
     assert [path.name for path in tmp_path.glob("*/step-*")] == ["step-00000005"]
+
+
+@pytest.fixture(scope="module")
+def weighted(tmp_path_factory):
+    """{processes: answer of programs/sharded_weights.py}"""
+    return answers("sharded_weights", (1, 2, 4), tmp_path_factory.mktemp("weights"))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_weights_are_exact_however_the_batch_is_divided(weighted, processes):
+    """Also accumulated, in shards or whole, clipped, and where a microbatch or a whole share weighs
+    nothing."""
+    cases = weighted[processes]
+    assert len(cases) == 2 * 3 * 2 * {1: 4, 2: 3, 4: 2}[processes]
+    for case, found in cases.items():
+        assert found["update"] < 1e-6, case
+        assert found["norm"] is None or found["norm"] < 1e-6, case
+        assert found["clipped"] == ("clipped to 0.02" in case)
+
+
+BLOCKED = """
+plain_accelerator, plain_barrier = make_accelerator, distributed.barrier
+
+
+def make_accelerator(*arguments):
+    accelerator = plain_accelerator(*arguments)
+    distributed.barrier = barrier
+    return accelerator
+
+
+def barrier(group=None, *more, **options):
+    if group in (None, distributed.group.WORLD):
+        time.sleep(600)  # as NCCL's, when another process has ended
+    return plain_barrier(group, *more, **options)
+
+
+def load_weights(*_):
+    os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_all_end_with_the_main_process_where_the_default_groups_barrier_would_block(tmp_path):
+    script = copy("sharded_cifar", BLOCKED, tmp_path / "blocked.py", FEWER)
+    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32]
+    run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 30}
+    ((codes, output),) = forked([run], tmp_path)
+    assert codes == [3, 1], output
+    assert "rank 1 ends: another process has ended" in output and "Traceback" not in output
+
+
+TIED = """
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 10)
+        self.third.weight = self.second.weight
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x.mean((2, 3)))))))
+
+
+def build_model(args):
+    return Tied()
+"""
+
+
+@pytest.mark.slow
+def test_tied_weights_are_written_once_as_ddp_writes_them_and_load_again(tmp_path):
+    flags = ["--cpu", "--data", "synthetic", "--batch-size", 16, "--max-steps", 3]
+    runs = []
+    for recipe_name in ("ddp_cifar", "sharded_cifar"):
+        script = copy(recipe_name, TIED, tmp_path / f"{recipe_name}.py", FEWER)
+        own = ["--output-dir", recipe_name]
+        runs.append({"processes": 2, "script": script, "flags": [*flags, *own]})
+    own = ["--output-dir", "again", "--epochs", 0, "--weights", "sharded_cifar/model.safetensors"]
+    runs.append({**runs[1], "flags": [*flags[:-2], *own]})
+    for codes, output in forked([{**one, "directory": tmp_path} for one in runs], tmp_path):
+        assert codes == [0, 0], output
+    assert "names that do not fit: none" in output
+    theirs, ours = (
+        load_file(tmp_path / f"{name}_cifar/model.safetensors") for name in ("ddp", "sharded")
+    )
+    assert ours.keys() == theirs.keys() and "third.weight" not in ours
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    losses = [
+        json.loads((tmp_path / name / "summary.json").read_text())["test_loss"]
+        for name in ("sharded_cifar", "again")
+    ]
+    assert losses[0] == losses[1]
 
 
 REFUSALS = {
