@@ -1568,7 +1568,15 @@ def build_sharded_model(args, accelerator):
         model.register_forward_pre_hook(
             lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients)
         )
+    model.register_forward_hook(reshard_if_evaluated)
     return model
+
+
+def reshard_if_evaluated(model, *_):
+    """FSDP keeps the root's parameters whole after a forward pass, for the backward pass. After an
+    evaluation there is none, and a checkpoint would miss them."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def parameters_of_units(model):

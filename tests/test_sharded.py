@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 import torchvision
-from conftest import PROGRAMS, ROOT, answers, forked, load, outputs
+from conftest import LITTLE_DATA, PROGRAMS, ROOT, answers, copy, forked, load, outputs
 from safetensors.torch import load_file
-from test_own_projects import FEWER, copy
 from test_resume import MEASURED, assert_identical, batches, content, untimed
 from torch import nn
 
@@ -226,7 +225,7 @@ def main():
 def test_what_is_built_reduced_and_repeated(tmp_path):
     """On two processes: who builds the model where, how often gradients are reduced, and in what
     precision, and how often a unit's forward pass runs. Three steps of four microbatches."""
-    script = copy("sharded_cifar", COUNTED, tmp_path / "counted.py", FEWER)
+    script = copy("sharded_cifar", tmp_path / "counted.py", LITTLE_DATA, project=COUNTED)
     flags = [
         "--cpu",
         "--data",
@@ -306,8 +305,9 @@ def test_weights_that_are_there_survive_a_kill_and_can_be_evaluated(tmp_path):
     """A finished run that is resumed writes them again, and is killed before the first tensor."""
     line = "            whole = whole.detach().cpu()"
     death = line, f"            os.kill(os.getpid(), signal.SIGKILL)\n{line}"
-    original = copy("sharded_cifar", "", tmp_path / "original.py", FEWER)
-    killed = copy("sharded_cifar", "", tmp_path / "killed.py", FEWER, death)
+    original = copy("sharded_cifar", tmp_path / "original.py", LITTLE_DATA)
+    (tmp_path / "killed").mkdir()
+    killed = copy("sharded_cifar", tmp_path / "killed/original.py", LITTLE_DATA, death)
     flags = [
         "--cpu",
         "--data",
@@ -614,7 +614,7 @@ def load_weights(*_):
 
 @pytest.mark.slow
 def test_all_end_with_the_main_process_where_the_default_groups_barrier_would_block(tmp_path):
-    script = copy("sharded_cifar", BLOCKED, tmp_path / "blocked.py", FEWER)
+    script = copy("sharded_cifar", tmp_path / "blocked.py", LITTLE_DATA, project=BLOCKED)
     flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32]
     run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 30}
     ((codes, output),) = forked([run], tmp_path)
@@ -645,14 +645,20 @@ def test_tied_weights_are_written_once_as_ddp_writes_them_and_load_again(tmp_pat
     flags = ["--cpu", "--data", "synthetic", "--batch-size", 16, "--max-steps", 3]
     runs = []
     for recipe_name in ("ddp_cifar", "sharded_cifar"):
-        script = copy(recipe_name, TIED, tmp_path / f"{recipe_name}.py", FEWER)
-        own = ["--output-dir", recipe_name]
+        script = copy(recipe_name, tmp_path / f"{recipe_name}.py", LITTLE_DATA, project=TIED)
+        own = ["--output-dir", recipe_name, "--checkpoint-every", 1, "--keep", 9]
         runs.append({"processes": 2, "script": script, "flags": [*flags, *own]})
     own = ["--output-dir", "again", "--epochs", 0, "--weights", "sharded_cifar/model.safetensors"]
     runs.append({**runs[1], "flags": [*flags[:-2], *own]})
+    begin = "sharded_cifar/step-00000002"
+    runs.append({**runs[1], "flags": [*flags, "--output-dir", "resumed", "--resume", begin]})
     for codes, output in forked([{**one, "directory": tmp_path} for one in runs], tmp_path):
         assert codes == [0, 0], output
-    assert "names that do not fit: none" in output
+        if "loaded" in output:
+            assert "names that do not fit: none" in output
+    assert "resumed_from: 2\n" in output
+    paths = [tmp_path / name / "model.safetensors" for name in ("sharded_cifar", "resumed")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
     theirs, ours = (
         load_file(tmp_path / f"{name}_cifar/model.safetensors") for name in ("ddp", "sharded")
     )
@@ -663,6 +669,48 @@ def test_tied_weights_are_written_once_as_ddp_writes_them_and_load_again(tmp_pat
         for name in ("sharded_cifar", "again")
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """The answers of the four processes of programs/sharded_groups.py"""
+    return answers("sharded_groups", (4,), tmp_path_factory.mktemp("groups"))[4]
+
+
+def test_all_process_groups_have_the_same_timeout(groups):
+    """The default one, the hosts', two of replicas, one of an offload."""
+    for answer in groups:
+        assert answer["timeouts"] == [recipe.TIMEOUT.total_seconds()] * 5
+
+
+def test_norms_stay_in_fp32_in_their_units_group(groups):
+    """Where torch can do it. The results are those of norms in groups of their own."""
+    can = hasattr(torch.distributed.fsdp.MixedPrecisionPolicy, "param_dtype_override_fn")
+    for answer in groups:
+        assert answer["groups"] == [17 if can else 34, 34]
+        assert answer["deviation"] == 0 < answer["largest"]
+
+
+def test_shards_do_not_go_through_pinned_memory(groups):
+    assert [answer["saving"] for answer in groups] == [None] * 4
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_gpus_makes_the_same_update(tmp_path):
+    """There torch takes the `foreach` variant for sharded tensors, here a loop over them."""
+    option = '"nesterov": True}', '"nesterov": True, "foreach": True}'
+    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 16]
+    runs = []
+    for name, replaced in (("loop", []), ("foreach", [option])):
+        script = copy("sharded_cifar", tmp_path / f"{name}.py", LITTLE_DATA, *replaced)
+        own = ["--max-steps", 6, "--output-dir", name]
+        runs.append({"processes": 2, "script": script, "flags": [*flags, *own]})
+    for codes, output in forked([{**one, "directory": tmp_path} for one in runs], tmp_path):
+        assert codes == [0, 0], output
+    loop, foreach = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("loop", "foreach")
+    )
+    torch.testing.assert_close(foreach, loop, rtol=0, atol=1e-7)
 
 
 REFUSALS = {
