@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ def watch_batches(recipe, directory, when, what):
         elif disturbed and what != "nan":
             os.kill(os.getpid(), signal.Signals[what])
         arguments = list(arguments)
-        (microbatches,) = (i for i, x in enumerate(arguments) if isinstance(x, itertools.islice))
+        (microbatches,) = (i for i, x in enumerate(arguments) if isinstance(x, Iterator))
         arguments[microbatches] = recorded(arguments[microbatches], disturbed and what == "nan")
         result = step(*arguments)
         if handle:
