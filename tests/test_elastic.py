@@ -27,10 +27,10 @@ TORCHRUN += ["--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_conf", I
 
 
 class Machine:
-    """A launcher and its rank, which waits in its step `gate`, counted from its start: for ever, or
-    in a world of one until it is told to stop."""
+    """A launcher and its rank, which waits at a gate, a world size and a step counted from its
+    start, until it is told to stop or killed."""
 
-    def __init__(self, directory, name, port, gate=0):
+    def __init__(self, directory, name, port, gate=None):
         self.log = directory / f"{name}.log"
         run = {**RUN, "directory": directory / "run", "gate": gate}
         command = [*TORCHRUN, "--rdzv_endpoint", f"localhost:{port}", __file__]
@@ -71,13 +71,13 @@ def starts(directory):
 
 def test_one_of_two_machines_dies_and_comes_back_and_each_sample_is_seen_once(tmp_path):
     port = free_port()
-    one = Machine(tmp_path, "one", port, gate=12)
+    one = Machine(tmp_path, "one", port, gate=["1", 12])
     machines = [one]
     try:
-        machines.append(Machine(tmp_path, "other", port, gate=8))
-        wait_until(lambda: list(tmp_path.glob("run/gate-2-*")), 120)
+        machines.append(Machine(tmp_path, "other", port, gate=["2", 8]))
+        wait_until(lambda: list(tmp_path.glob("run/gate-2")), 120)
         machines[1].kill()
-        wait_until(lambda: list(tmp_path.glob("run/gate-1-*")), 120)
+        wait_until(lambda: list(tmp_path.glob("run/gate-1")), 120)
         machines.append(Machine(tmp_path, "again", port))
         wait_until(lambda: None not in [one.launcher.poll(), machines[2].launcher.poll()], 120)
     finally:
@@ -117,9 +117,9 @@ def with_gate(recipe, run):
         if not began:
             began.append(step)
         port = os.environ["MASTER_PORT"]  # of this start
-        if step - began[0] + 1 == run["gate"]:
-            (directory / f"gate-{world}-{rank}").touch()
-            while world == "2" or not signal.sigpending():
+        if run["gate"] == [world, step - began[0] + 1]:
+            (directory / f"gate-{world}").touch()
+            while not (recipe.StopSignal.received or signal.sigpending()):
                 time.sleep(0.05)
         before = len(batches(directory, rank)) if (directory / f"batches.{rank}").exists() else 0
         result = step_of_recipe(*arguments)
