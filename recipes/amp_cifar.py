@@ -185,6 +185,7 @@ def main():
     steps = Steps(train_loader, accumulation, args)
 
     model = load_weights(accelerator, build_model(args), args)
+    check_weights_are_fp32(model, args.precision)
     if args.compile:  # in place: keeps the state dict's names
         # No CUDA graphs when accumulating: each replay would overwrite the gradients before.
         model.compile(mode="reduce-overhead" if accumulation == 1 else "default")
@@ -259,7 +260,8 @@ def checked(metrics):
     if not isinstance(metrics, dict) or "loss" not in metrics:
         found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
         exit_with_error(f"compute_loss returned {found}: {example}, also in evaluations")
-    for name, value in metrics.items():
+    for name in ("loss", *metrics):
+        value = metrics[name]
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
         if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
             tokens = 'for tokens, each sequence\'s mean and their number as "weight"'
@@ -281,7 +283,9 @@ def divide_by_mean_weight(accelerator, model, metrics):
     if "weight" not in metrics[0]:
         return
     weights = torch.cat([one["weight"].detach().float() for one in metrics])
-    mean_weight = accelerator.reduce(weights.mean(), "mean")
+    sums = torch.stack([weights.sum(), torch.ones_like(weights).sum()])
+    total, samples = accelerator.reduce(sums)
+    mean_weight = total / samples
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= mean_weight
@@ -405,7 +409,7 @@ class Metrics:
         sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
         values, _ = means(self.names, sums.sum(0))
         loss = list(values).index("loss")
-        self.exit_if_not_finite(values, sums[:, loss] + norms[:, 0])
+        self.exit_if_not_finite(values, sums[:, loss], norms[:, 0])
         values["learning_rate"] = learning_rate
         values["grad_norm"] = None if grad_norm is None else float(grad_norm)
         values["samples_per_second"] = self.throughput(seconds)
@@ -418,10 +422,12 @@ class Metrics:
         self.last_line = self.step
         self.start_clock()
 
-    def exit_if_not_finite(self, values, by_rank):
-        """Exit if `by_rank`, loss plus norm of the weights of each rank, is not; warn of others."""
-        if not math.isfinite(by_rank.sum()):
-            ranks = (~by_rank.isfinite()).nonzero().flatten().tolist()
+    def exit_if_not_finite(self, values, losses, weight_norms):
+        """Exit if the loss or the weights of a rank are not; warn of other metrics."""
+        # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
+        wrong = ~(losses if not losses.isfinite().all() else weight_norms).isfinite()
+        if wrong.any():
+            ranks = wrong.nonzero().flatten().tolist()
             where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
             remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
             message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
@@ -429,7 +435,8 @@ class Metrics:
         for name, value in values.items():
             if not math.isfinite(value) and name not in self.warned:
                 self.warned.add(name)
-                print(f"{RECIPE}: warning: {name} is {value} at step {self.step}", file=sys.stderr)
+                text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
+                self.accelerator.print(text, file=sys.stderr)
 
     def throughput(self, seconds):
         """Return the samples per second since the last line, or None where it is warm-up."""
@@ -814,9 +821,9 @@ class Checkpoints:
             differences = [
                 f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
             ]
-            settings = " ".join(as_flag(name, theirs[name]) for name in flags)
-            mends = flags and "recipe" not in flags
-            remedy = f"continue it with {settings}, or " if mends else ""
+            remedy = ""
+            if flags and "recipe" not in flags:
+                remedy = f"continue it {to_type({name: theirs[name] for name in flags})}, or "
             raise CheckpointError(
                 f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
                 f"{remedy}choose another --output-dir"
@@ -884,12 +891,18 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
 
-def as_flag(name, value):
-    """Return how a command line sets a flag to a value."""
-    flag = f"--{name.replace('_', '-')}"
-    if value is None or value is False:
-        return f"no {flag}"
-    return flag if value is True else f"{flag} {value}"
+def to_type(values):
+    """Return what to type to have these values of flags: "with --lr 0.1 and without --compile"."""
+    given = []
+    left_out = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            left_out.append(flag)
+        else:
+            given.append(flag if value is True else f"{flag} {value}")
+    parts = {"with": given, "without": left_out}
+    return " and ".join(" ".join([word, *flags]) for word, flags in parts.items() if flags)
 
 
 def save_to_disk(content, path):
@@ -992,28 +1005,28 @@ class StopSignal:
 class HangDetector:
     """Ends the run when a rank stalls, and says which one, on which machine, and where it is.
 
-    One thread of each process writes every few seconds to the store of the process groups how far
-    its main thread is, and reads what the others wrote; another one decides. A rank has stalled if
-    it has written nothing for `timeout` seconds (it was stopped, or its machine is gone), or if
-    its main thread has completed no step and no batch of an evaluation for so long. The latter
-    does not count before the first step is complete, and while checkpoints are saved; such a wait
-    is only reported. Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
+    One thread of each process writes a report every few seconds to the store of the process groups,
+    and reads those of the others; another thread decides. A rank has stalled if there was no new
+    report of it for `timeout` seconds (it was stopped, or its machine is gone), or if its main
+    thread has completed no step and no batch of an evaluation for so long. The latter does not
+    count before the first step is complete and while checkpoints are saved: it is only printed.
+    Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
     """
 
     def __init__(self, accelerator, timeout):
         self.rank = accelerator.process_index
         self.processes = accelerator.num_processes
         self.timeout = timeout
-        self.tick = min(5.0, timeout / 20)
+        self.tick = min(5.0, timeout / 20)  # seconds
         self.armed = False
         self.progress = 0
         self.step = 0
-        self.reports = {}  # of all ranks, the newest that was read
-        self.exchanges = 0
-        self.closed = threading.Event()
+        self.reports = {}  # {rank: its newest report}
+        self.has_store = True
         run = [uuid.uuid4().hex]  # a restarted run may have the store of the one before
         utils.broadcast_object_list(run)
         self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
+        self.closed = threading.Event()
         self.threads = [threading.Thread(target=self.watch, daemon=True)]
         if self.processes > 1:
             self.threads.append(threading.Thread(target=self.exchange, daemon=True))
@@ -1037,91 +1050,88 @@ class HangDetector:
         for thread in self.threads:
             thread.join(2 * self.tick)
 
-    def describe(self):
-        """Return this rank's report: how far it is, and what its main thread does."""
-        frame = sys._current_frames()[threading.main_thread().ident]
-        stack = traceback.extract_stack(frame)
+    def own_report(self, number):
+        """Return how far this rank is, and what its main thread does."""
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         own = [entry for entry in stack if entry.filename == __file__] or stack
-        innermost = stack[-1]
-        # In these a rank waits for the others, or for the device.
-        waiting = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
-        waits = any(part in innermost.filename for part in waiting)
-        waits |= innermost.name in ("requested", "log", "divide_by_mean_weight")
+        # In these a rank waits for others, or for the device.
+        files = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
+        functions = ("requested", "log", "divide_by_mean_weight")
+        waits = any(part in stack[-1].filename for part in files) or stack[-1].name in functions
         return {
-            "count": self.exchanges,
+            "number": number,
             "step": self.step,
             "host": socket.gethostname(),
-            "where": f"line {own[-1].lineno} in {own[-1].name}",
+            "where": f"line {own[-1].lineno}, in {own[-1].name}",
             "waits": waits,
         }
 
     def exchange(self):
-        """Write and read reports, until the store cannot be reached any more."""
+        """Write and read reports, until the process that has the store ends."""
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with suppress(RuntimeError):  # the process that has the store has ended
+        with suppress(RuntimeError):
             store = distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
-            while not self.closed.is_set():
-                store.set(self.keys[self.rank], json.dumps(self.describe()))
-                present = [i for i, key in enumerate(self.keys) if store.check([key])]
-                for rank in present:
-                    self.reports[rank] = json.loads(store.get(self.keys[rank]))
-                self.exchanges += 1
-                self.closed.wait(self.tick)
+            for number in count():
+                store.set(self.keys[self.rank], json.dumps(self.own_report(number)))
+                for rank, key in enumerate(self.keys):
+                    if store.check([key]):
+                        self.reports[rank] = json.loads(store.get(key))
+                if self.closed.wait(self.tick):
+                    return
+        self.has_store = False
 
     def watch(self):
-        """Count for how long nothing was heard of each rank, and for how long this one made no
-        progress; report a wait in the setting-up once, and end the process on any other."""
-        silence = dict.fromkeys(range(self.processes), 0.0)
-        seen = {}
+        """End the process when a rank was silent, or this one made no progress, for too long."""
+        numbers = {}
+        silence = {}  # {rank: seconds}
         idle = 0.0
         progress = 0
         while not self.closed.wait(self.tick):
             idle = idle + self.tick if self.progress == progress else 0.0
             progress = self.progress
             for rank, report in list(self.reports.items()):
-                silence[rank] += self.tick
-                if seen.get(rank) != report["count"]:
-                    silence[rank] = 0.0
-                seen[rank] = report["count"]
+                known = numbers.get(rank) == report["number"] and rank != self.rank
+                silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
+                numbers[rank] = report["number"]
             silent = [rank for rank, seconds in silence.items() if seconds >= self.timeout]
-            if silent or (self.armed and idle >= self.timeout):
+            if (silent and self.has_store) or (self.armed and idle >= self.timeout):
                 self.end(silent)
             if self.timeout <= idle < self.timeout + self.tick:
-                self.print_stack("still waiting")
+                self.print_stack("no progress, which is no error yet")
 
     def end(self, silent):
-        """Print where this rank is; on the first rank that can speak, also which one has stalled;
-        and end the process."""
-        reports = {**self.reports, self.rank: self.describe()}
-        self.print_stack("stalled")
-        if self.rank == min(reports.keys() - set(silent)):
+        """Print where this rank is and, on the first rank that is not silent, which have stalled;
+        end the process."""
+        self.print_stack("no progress")
+        reports = {**self.reports, self.rank: self.own_report(0)}
+        if self.rank == min(reports.keys() - silent):
             os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
+        time.sleep(2 * self.tick)  # until the other ranks have come here: one that ends, ends them
         kill_workers()
         os._exit(1)
 
     def diagnose(self, reports, silent):
-        """Return which ranks have stalled, where, after which step, and for how long."""
+        """Return which ranks have stalled, on which machines, where, and for how long."""
         busy = [rank for rank, report in reports.items() if not report["waits"]]
-        if silent:
-            reason = "given no sign of life (stopped, killed, or its machine or network is gone)"
-        elif busy:
-            reason = "made no progress while the others wait for it"
-        else:
-            reason = "all ranks wait for one another (one has left out a collective):"
+        step = max(report["step"] for report in reports.values()) + 1
         found = []
         for rank in silent or busy or reports:
-            where = "" if rank in silent else f", it is at {reports[rank]['where']}"
-            host = reports[rank]["host"]
-            step = reports[rank]["step"] + 1
-            found.append(f"rank {rank} on {host} has not reached step {step}{where}")
-        return f"no progress for {self.timeout:g} s: {'; '.join(found)}; {reason}"
+            where = f"it is at {reports[rank]['where']}"
+            if rank in silent:
+                where = "it was stopped or killed, or its machine or network is gone"
+            found.append(f"rank {rank} on {reports[rank]['host']} ({where})")
+        how = f"not reached the end of step {step} for {self.timeout:g} s"
+        if not silent and not busy:
+            how += ": they wait for one another, since one has left out a collective operation"
+        return f"{', '.join(found)} has {how}"
 
     def print_stack(self, title):
         """Print the main thread's stack in one piece: those of the ranks must not mix."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        rank = f"rank {self.rank} on {socket.gethostname()}"
-        text = f"{RECIPE}: {rank}: {title} for {self.timeout:g} s at\n"
-        os.write(2, (text + "".join(traceback.format_stack(frame))).encode())
+        head = (
+            f"{RECIPE}: rank {self.rank} on {socket.gethostname()}: {title} for {self.timeout:g} s"
+        )
+        os.write(2, "".join([head + ", at\n", *traceback.format_stack(frame)]).encode())
 
 
 def kill_workers():
@@ -1160,7 +1170,7 @@ def exit_with_error(message):
     find the same error at the same time, the first one of the machine prints it."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank != 0:
-        wait_for_launcher(5)
+        wait_for_launcher(4 + rank)
         message = f"rank {os.environ['RANK']}: {message}"
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -1180,6 +1190,7 @@ def wait_for_launcher(seconds):
 def report_exception(kind, error, trace):
     """Print an error that nothing has caught and exit; of one that only says that another process
     has ended, a line, and only if that one's error does not end this process first."""
+    sys.stderr = sys.__stderr__  # torch's hook calls this one, and would print only after it
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in lost):
         wait_for_launcher(10)
@@ -1532,6 +1543,15 @@ def choose_precision(args):
     if precision == "fp16" and not on_gpu:
         exit_with_error("fp16 needs a GPU, on CPU choose --precision bf16")
     return precision, chosen_by
+
+
+def check_weights_are_fp32(model, precision):
+    """Exit with an error if weights are in 16 bits, as those of pretrained models often are: then
+    fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision != "fp32" and types - {torch.float32, torch.float64}:
+        remedy = "mixed precision needs fp32: return model.float()"
+        exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
 
 
 def loss_scaling(accelerator, scheduler, step):

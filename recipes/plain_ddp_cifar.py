@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The "before": ResNet-50 on CIFAR-10 with several processes, as tutorials write it in bare torch.distributed.
+"""The "before": ResNet-50 on CIFAR-10 as tutorials write it in bare torch.distributed.
 
     python recipes/plain_ddp_cifar.py --world_size 4
 
-Read it beside ddp_cifar.py: this is the baseline for its speed and its accuracy, so it keeps what tutorials do:
-per-sample transforms in worker processes, unchanged ResNet-50 in fp32, a constant learning rate that knows nothing of
-the number of processes, a loss that is read back in every step and printed for one rank only. It shares the cores
-among its processes, as the recipes do. Most tutorials forget this with `mp.spawn`: try `--threads`.
+Read it beside ddp_cifar.py: this is the baseline for its speed and its accuracy, so it keeps what
+tutorials do: per-sample transforms in worker processes, unchanged ResNet-50 in fp32, a constant
+learning rate that knows nothing of the number of processes, a loss that is read back in every step
+and printed for one rank only. It shares the cores among its processes, as the recipes do. Most
+tutorials forget this with `mp.spawn`: try `--threads`.
 """
 
 import argparse
@@ -33,9 +34,11 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def synthetic_images(samples, seed):
-    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
+    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8
+    and (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = 128 + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * patterns.contiguous()
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
     images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
@@ -62,7 +65,9 @@ def make_datasets(args):
     if args.data == "synthetic":
         return Synthetic(5120, 1, augment), Synthetic(1024, 2, T.Compose(normalize))
     train_set = torchvision.datasets.CIFAR10(args.data_dir, train=True, transform=augment)
-    return train_set, torchvision.datasets.CIFAR10(args.data_dir, train=False, transform=T.Compose(normalize))
+    return train_set, torchvision.datasets.CIFAR10(
+        args.data_dir, train=False, transform=T.Compose(normalize)
+    )
 
 
 def make_model(args):
@@ -80,7 +85,7 @@ def make_model(args):
 
 
 class EndlessSampler(DistributedSampler):
-    """One epoch that never ends: a short one would have the start of the workers measured over and over."""
+    """One epoch that never ends: of a short one, the start of the workers would be measured."""
 
     def __iter__(self):
         while True:
@@ -99,8 +104,12 @@ def train(rank, args, port):
 
     torch.manual_seed(args.seed)
     train_set, test_set = make_datasets(args)
-    sampler = (EndlessSampler if args.measure else DistributedSampler)(train_set, args.world_size, rank)
-    loader = DataLoader(train_set, args.batch_size, sampler=sampler, num_workers=args.workers, pin_memory=cuda)
+    sampler = (EndlessSampler if args.measure else DistributedSampler)(
+        train_set, args.world_size, rank
+    )
+    loader = DataLoader(
+        train_set, args.batch_size, sampler=sampler, num_workers=args.workers, pin_memory=cuda
+    )
     model = make_model(args).to(device)
     model = DistributedDataParallel(model, device_ids=[rank] if cuda else None)
     criterion = nn.CrossEntropyLoss()
@@ -134,12 +143,15 @@ def train(rank, args, port):
             if args.measure and step % args.warmup_steps == 0:
                 measured = torch.tensor([step, measured_seconds], device=device)
                 dist.broadcast(measured, 0)
-                done = all(value >= least for value, least in zip(measured.tolist(), args.measure, strict=True))
+                done = all(
+                    value >= least
+                    for value, least in zip(measured.tolist(), args.measure, strict=True)
+                )
             clock = time.perf_counter()
             if rank == 0 and index % 10 == 9:
                 print(
-                    f"epoch {epoch + 1} batch {index + 1}/{len(loader)} loss {running_loss / (index + 1):.3f} "
-                    f"accuracy {correct / total:.1%}",
+                    f"epoch {epoch + 1} batch {index + 1}/{len(loader)} "
+                    f"loss {running_loss / (index + 1):.3f} accuracy {correct / total:.1%}",
                     flush=True,
                 )
             if done:
@@ -154,10 +166,14 @@ def train(rank, args, port):
         hits = 0
         with torch.no_grad():
             for images, labels in DataLoader(test_set, args.batch_size, num_workers=args.workers):
-                hits += (model.module(images.to(device)).argmax(1) == labels.to(device)).sum().item()
+                hits += (
+                    (model.module(images.to(device)).argmax(1) == labels.to(device)).sum().item()
+                )
         test_accuracy = hits / len(test_set)
         print(f"test accuracy {test_accuracy:.2%} of {len(test_set):,} samples")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     peak = torch.tensor(torch.cuda.max_memory_allocated() if cuda else peak, device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)  # the others wait here for the first one's test
     if rank == 0:
@@ -193,20 +209,39 @@ def train(rank, args, port):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     gpus = torch.cuda.device_count()
     parser.add_argument("--world_size", type=int, default=gpus or 2, help="processes, one per GPU")
-    parser.add_argument("--data", choices=("cifar10", "synthetic"), default="cifar10", help="what to train on")
+    parser.add_argument(
+        "--data", choices=("cifar10", "synthetic"), default="cifar10", help="what to train on"
+    )
     parser.add_argument("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
-    parser.add_argument("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="what to train")
-    parser.add_argument("--stem", choices=("cifar", "imagenet"), default="imagenet", help="imagenet is torchvision's")
+    parser.add_argument(
+        "--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="what to train"
+    )
+    parser.add_argument(
+        "--stem",
+        choices=("cifar", "imagenet"),
+        default="imagenet",
+        help="imagenet is torchvision's",
+    )
     parser.add_argument("--epochs", type=int, default=1, help="passes over the training set")
     parser.add_argument("--max-steps", type=int, help="stop after this many optimizer steps")
-    parser.add_argument("--warmup-steps", type=int, default=10, help="steps that the images/s leave out")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=10, help="steps that the images/s leave out"
+    )
     parser.add_argument("--batch-size", type=int, default=128, help="samples per process")
-    parser.add_argument("--workers", type=int, default=2, help="DataLoader workers per process; tutorials often use 8")
-    parser.add_argument("--threads", type=int, help="per process; None: the cores, shared among them")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="DataLoader workers per process; tutorials often use 8",
+    )
+    parser.add_argument(
+        "--threads", type=int, help="per process; None: the cores, shared among them"
+    )
     parser.add_argument(
         "--measure",
         nargs=2,

@@ -1,4 +1,5 @@
-"""What the tests share: the recipes as modules, and the real `accelerate launch` on real processes."""
+"""What the tests share: the recipes as modules, and the real `accelerate launch` on real
+processes."""
 
 import functools
 import importlib.util
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,9 @@ import torch
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = {processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)}
+CONFIGS = {
+    processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)
+}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
@@ -28,7 +30,10 @@ os.environ["PYTHONPATH"] = str(ROOT / "tests/startup")
 PROGRAMS = {"PYTHONPATH": f"{ROOT / 'tests'}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
 
 HAS_REAL_DATA = (REAL_DATA / "cifar-10-batches-py").is_dir()
-needs_real_data = pytest.mark.skipif(not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)")
+needs_real_data = pytest.mark.skipif(
+    not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
+)
+SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
 
 
 def load(path):
@@ -55,15 +60,18 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
 
 def launch(processes, script, *arguments, **kwargs):
     """`accelerate launch` with the checked-in config for so many processes, on CPU."""
-    process = run([ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments], **kwargs)
+    process = run(
+        [ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments], **kwargs
+    )
     # Gloo's, now and then, where the process group is left to the interpreter's exit.
     assert "terminate called" not in process.stderr
     return process
 
 
 def train(processes, output_dir, *arguments, recipe="ddp_cifar", **kwargs):
-    """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and left behind."""
-    defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, "--output-dir", output_dir]
+    """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and
+    left behind."""
+    defaults = [*SMALL, "--log-every", 1, "--output-dir", output_dir]
     process = launch(processes, ROOT / f"recipes/{recipe}.py", *defaults, *arguments, **kwargs)
     return SimpleNamespace(process=process, **outputs(output_dir))
 
@@ -83,12 +91,9 @@ def free_port():
 
 
 def both_stages(recipe, model, args, autocast):
-    """The stages of the pipeline, made as `make_pipeline` makes one of them, without processes."""
-    stages = []
-    for blocks in recipe.cut(recipe.model_blocks(model), args):
-        stages.append(recipe.Stage(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())))
-        stages[-1].autocast = autocast
-    return stages
+    """The stages of the pipeline, made as `Pipeline` makes one of them, without processes."""
+    blocks = recipe.cut(recipe.model_blocks(model), args)
+    return [recipe.Stage(part, autocast) for part in blocks]
 
 
 def wait_until(condition, seconds=60):
@@ -98,11 +103,15 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
-def pytest_configure():
-    """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine without."""
+def pytest_configure(config):
+    """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine
+    without."""
+    config.addinivalue_line("markers", "copied(recipe, ...): see the fixture `outcome`")
     global GPUS, VISIBLE
     GPUS = torch.cuda.device_count()
-    VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))}
+    all_of_them = ",".join(map(str, range(GPUS)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_of_them)
+    VISIBLE = {"CUDA_VISIBLE_DEVICES": visible}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -122,7 +131,8 @@ def pytest_sessionfinish():
 
 
 def forked(runs, directory, together=1, **env):
-    """[exit codes by rank, output] of each of these runs, which need no launcher; see programs/forked.py."""
+    """[exit codes by rank, output] of each of these runs, which need no launcher; see
+    programs/forked.py."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     request = {"runs": runs, "directory": directory, "together": together, "env": env}
     with one_request:
@@ -135,7 +145,8 @@ def forked(runs, directory, together=1, **env):
 
 
 def at_once(story):
-    """For tests that wait more than they compute: those of a module run side by side. `directory` is their tmp_path."""
+    """For tests that wait more than they compute: those of a module run side by side. `directory`
+    is their tmp_path."""
 
     def test(outcomes):
         outcomes[story].result()
@@ -160,17 +171,71 @@ def outcomes(request, tmp_path_factory):
 
 
 def train_forked(directory, *runs, together=2, **env):
-    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a launcher; {...} at the
-    end of a run is for programs/forked.py."""
+    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a
+    launcher; {...} at the end of a run is for programs/forked.py."""
     described = []
     for index, (processes, recipe, flags, *more) in enumerate(runs):
-        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags], "plain": True}
-        described.append({**one, "directory": Path(directory, str(index)), **(more[0] if more else {})})
+        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags]}
+        one |= {"plain": True, "directory": Path(directory, str(index))}
+        described.append({**one, **(more[0] if more else {})})
+    answers = forked(described, directory, together, **env)
     results = []
-    for one, (codes, output) in zip(described, forked(described, directory, together, **env), strict=True):
+    for one, (codes, output) in zip(described, answers, strict=True):
         assert set(codes) == {0}, output
-        results.append(SimpleNamespace(output=output, directory=one["directory"], **outputs(one["directory"])))
+        left = outputs(one["directory"])
+        results.append(SimpleNamespace(output=output, directory=one["directory"], **left))
     return results
+
+
+def copy(recipe, path, *replacements, project=""):
+    """Write a copy of a recipe with lines replaced, and a project's functions behind its own."""
+    source = (ROOT / f"recipes/{recipe}.py").read_text()
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{source.count(old)} times in {recipe}: {old}"
+        source = source.replace(old, new)
+    end = '\n\nif __name__ == "__main__":'
+    assert source.count(end) == 1
+    path.write_text(source.replace(end, f"{project}\n{end}"))
+    return path
+
+
+SYNTHETIC_DATA = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
+LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
+
+
+@pytest.fixture(scope="module")
+def copies(request, tmp_path_factory):
+    """What has become of the copies that the selected tests of a module need, two at a time."""
+    directory = tmp_path_factory.mktemp("copies")
+    runs = {}
+    for item in request.session.items:
+        marker = item.get_closest_marker("copied")
+        if item.path == request.path and marker:
+            runs[item.name] = described_copy(
+                directory / str(len(runs)), *marker.args, **marker.kwargs
+            )
+    answers = forked(list(runs.values()), directory, together=2)
+    return {
+        name: SimpleNamespace(codes=codes, output=output, directory=run["directory"])
+        for (name, run), (codes, output) in zip(runs.items(), answers, strict=True)
+    }
+
+
+def described_copy(directory, recipe, *replacements, project="", flags=(), **run):
+    directory.mkdir()
+    script = copy(recipe, directory / "mine.py", LITTLE_DATA, *replacements, project=project)
+    flags = [*SMALL, "--max-steps", 2, "--log-every", 1, "--output-dir", "run", *flags]
+    common = {"processes": 1, "script": script, "directory": directory, "flags": flags}
+    # As under a launcher, which ends all processes soon after the first has failed.
+    return {**common, "grace": 0.5, "terminate": True, **run}
+
+
+@pytest.fixture
+def outcome(request, copies):
+    """Exit codes, output and directory of the copy that the test's mark describes: of which recipe,
+    (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
+    takes two steps and leaves its results in run/."""
+    return copies[request.node.name]
 
 
 def undo_zero_init(model):
@@ -189,17 +254,22 @@ def answers(program, counts, directory):
     """{processes: what a program under tests/programs writes when so many run it}, side by side."""
     paths = {processes: Path(directory, f"{program}-{processes}.json") for processes in counts}
     common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
-    runs = [{**common, "processes": processes, "flags": [path]} for processes, path in paths.items()]
+    runs = [
+        {**common, "processes": processes, "flags": [path]} for processes, path in paths.items()
+    ]
     for codes, output in forked(runs, directory, together=2, **PROGRAMS):
         assert set(codes) == {0}, output
     return {processes: json.loads(path.read_text()) for processes, path in paths.items()}
 
 
 def the_error_line(process):
-    """The one line by which a recipe refused, and nothing else of its own: no traceback, no second voice."""
+    """The one line by which a recipe refused, and nothing else of its own: no traceback, no second
+    voice."""
     assert process.returncode != 0
-    lines = [line for line in process.stderr.splitlines() if re.match(r"[a-z_]+_cifar: error: ", line)]
+    lines = [line for line in process.stderr.splitlines() if re.match(r"[\w.-]+: error: ", line)]
     assert len(lines) == 1, process.stdout + process.stderr
     assert "Traceback" not in process.stdout + process.stderr.partition(lines[0])[0]
-    assert "]: Traceback" not in process.stderr, f"of a rank that waited for another\n{process.stderr}"
+    assert "]: Traceback" not in process.stderr, (
+        f"of a rank that waited for another\n{process.stderr}"
+    )
     return lines[0]

@@ -108,7 +108,8 @@ class Cluster:
         (self.directory / "slurm.conf").write_text(configuration)
         for gpu in (0, 1):
             os.mknod(self.directory / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        gpus = f"NodeName={','.join(GPU_NODES)} Name=gpu AutoDetect=off File={self.directory}/gpu[0-1]\n"
+        gpus = f"NodeName={','.join(GPU_NODES)} Name=gpu AutoDetect=off"
+        gpus += f" File={self.directory}/gpu[0-1]\n"
         (self.directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")

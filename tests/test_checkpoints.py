@@ -225,7 +225,7 @@ def test_other_hyperparameters_are_an_error_that_names_the_flags(tmp_path):
     (line,) = re.findall("error: (.*)", outcomes[1][1])
     differences = "clip_norm is None there, 1.0 here; epochs is 2 there, 3 here; lr is 0.1 there"
     assert f"is of another run: {differences}, 0.2 here: " in line
-    assert "continue it with no --clip-norm --epochs 2 --lr 0.1, or choose another" in line
+    assert "continue it with --epochs 2 --lr 0.1 and without --clip-norm, or choose" in line
     (line,) = re.findall("error: (.*)", outcomes[3][1])
     assert "recipe is ddp_cifar there, amp_cifar here" in line and "--recipe" not in line
 

@@ -1,5 +1,5 @@
-"""submit_job.sh on a real Slurm: twelve slurmd on this machine, real jobs, real signals, a node that
-dies.
+"""submit_job.sh on a real Slurm: twelve slurmd on this machine, real jobs, real signals, a node
+that dies.
 
 The tests marked `at_once` run side by side, each on nodes of its own."""
 

@@ -1,12 +1,15 @@
-"""A recipe's own `main`, its batches recorded, and disturbed where a test wants it. Launched with JSON:
+"""A recipe's own `main`, its batches recorded, and disturbed where a test wants it. Launched with
+JSON:
 
-    {"recipe": "ddp_cifar", "directory": ..., "flags": [...], "disturbances": {"RANK": [n, what]}, "save": [what, n]}
+    {"recipe": "ddp_cifar", "directory": ..., "flags": [...],
+     "disturbances": {"RANK": [n, what]}, "save": [what, n]}
 
-The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a
-digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th step
-since its start: a signal by its name, "nan", which spoils the batch, or "inf", which spoils the gradient. `save` kills
-the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn,
-`device` "cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
+The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every
+process appends a digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance
+happens to a process at the n-th step since its start: a signal by its name, "nan", which spoils the
+step's batches, or "inf", which spoils its gradient. `save` kills the main process at the n-th
+moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn, `device`
+"cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
 """
 
 import collections
@@ -17,7 +20,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,33 +46,32 @@ def build_model(args, dropout=0.2):
 
 
 def watch_batches(recipe, directory, when, what):
-    step = recipe.train_step
-    count = itertools.count(1)
+    """Record the batches of every step, and disturb the n-th one."""
+    train_step = recipe.train_step
+    steps = itertools.count(1)
 
     def recorded(microbatches, spoil):
         for images, labels in microbatches:
             if spoil:
                 images.fill_(torch.nan)
-            content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
             with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
+                content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
                 file.write(hashlib.sha256(content).hexdigest() + "\n")
             yield images, labels
 
-    def watched_step(*arguments):
-        disturbed = next(count) == when
+    def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
+        disturbance = what if next(steps) == when else None
         handle = None
-        if disturbed and what == "inf":
-            (model,) = (argument for argument in arguments if isinstance(argument, nn.Module))
-            handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-        elif disturbed and what != "nan":
-            os.kill(os.getpid(), signal.Signals[what])
-        arguments = list(arguments)
-        (microbatches,) = (i for i, x in enumerate(arguments) if isinstance(x, Iterator))
-        arguments[microbatches] = recorded(arguments[microbatches], disturbed and what == "nan")
-        result = step(*arguments)
+        if disturbance == "inf":
+            first = next(model.parameters())
+            handle = first.register_hook(lambda gradient: gradient * torch.inf)
+        elif disturbance not in (None, "nan"):
+            os.kill(os.getpid(), signal.Signals[disturbance])
+        batches = recorded(microbatches, disturbance == "nan")
+        values = train_step(accelerator, model, optimizer, scheduler, batches, *more)
         if handle:
             handle.remove()
-        return result
+        return values
 
     recipe.train_step = watched_step
 
@@ -130,7 +131,8 @@ def kill_while_saving(recipe, operation, moment):
 
 
 def watch_the_default_group():
-    """On GPUs it takes objects through their memory: large ones have to go another way, by a group of the hosts."""
+    """On GPUs it takes objects through their memory: large ones have to go another way, by a group
+    of the hosts."""
     pack = distributed_c10d._object_to_tensor
 
     def watched(value, device, group, *more):
