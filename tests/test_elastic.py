@@ -21,9 +21,9 @@ FLAGS = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5,
 FLAGS += ["--keep", 9]
 RUN = {"recipe": "ddp_cifar", "plain": True, "flags": FLAGS}
 # The defaults are 30 s for others to come, and 3 x 5 s until a machine that is silent is left out.
-IMPATIENT = "last_call_timeout=10,keep_alive_interval=1"
+IMPATIENT = "last_call_timeout=15,keep_alive_interval=1"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--max_restarts", "3"]
-TORCHRUN += ["--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_conf", IMPATIENT]
+TORCHRUN += ["--nproc_per_node", "1", "--rdzv_backend", "c10d"]
 
 
 class Machine:
@@ -33,8 +33,10 @@ class Machine:
     def __init__(self, directory, name, port, gate=None):
         self.log = directory / f"{name}.log"
         run = {**RUN, "directory": directory / "run", "gate": gate}
-        command = [*TORCHRUN, "--rdzv_endpoint", f"localhost:{port}", __file__]
-        command.append(json.dumps(run, default=str))
+        # The launcher at the endpoint holds what they agree on: it has to be the one that lives.
+        conf = f"{IMPATIENT},is_host={int(name == 'one')}"
+        command = [*TORCHRUN, "--rdzv_endpoint", f"localhost:{port}", "--rdzv_conf", conf]
+        command += [__file__, json.dumps(run, default=str)]
         environment = {**os.environ, **PROGRAMS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.log, "w") as file:
             self.launcher = subprocess.Popen(
