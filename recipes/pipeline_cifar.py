@@ -1506,9 +1506,9 @@ def count_pipelines(args):
     """Return how many pipelines the processes make. Exit with an error where they, or the flags,
     make none."""
     flag = "argument --microbatches"
-    if args.batch_size < args.microbatches:
-        what = f"{args.microbatches} for a batch of {args.batch_size}"
-        exit_with_error(f"{flag}: {what}, choose at most {args.batch_size}")
+    rest = args.batch_size % args.microbatches
+    if args.batch_size < args.microbatches or (rest and args.global_batch_size is None):
+        exit_with_error(f"{flag}: {args.microbatches} do not divide a batch of {args.batch_size}")
     if args.schedule == "1f1b" and args.microbatches < STAGES:
         exit_with_error(f"{flag}: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
