@@ -95,7 +95,7 @@ def test_one_of_two_machines_dies_and_comes_back_and_each_sample_is_seen_once(tm
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     first, alone, last = starts(tmp_path)
-    assert min(first) == 1 and max(first) >= 8
+    assert min(first) == 1 and max(first) == 7
     assert min(alone) == 6 and [len(digests) for digests in first.values()] == [2] * len(first)
     assert min(last) > 12 and max(last) == STEPS
     # What counts is what was computed last.
