@@ -1604,11 +1604,11 @@ class Pipeline(nn.Module):
         rank = accelerator.process_index % STAGES
         stage = Stage(cut(blocks, args)[rank], accelerator.autocast).to(accelerator.device)
         # Neighbours in rank are a pipeline; the processes with the same stage are its replicas.
-        shape = (accelerator.num_processes // STAGES, STAGES)
-        names = ("replicas", "pipeline")
-        mesh = distributed.init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-        self.group = mesh["pipeline"].get_group()
-        self.replicas = mesh["replicas"].get_group()
+        # (Not `init_device_mesh`, whose groups have other timeouts.)
+        ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
+        make_groups = distributed.new_subgroups_by_enumeration
+        self.group, _ = make_groups(ranks.tolist(), TIMEOUT)
+        self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
         self.metric_names = ()  # from `warm_up`
         self.batch_shapes = None
         if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
