@@ -101,9 +101,9 @@ def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
     Call `model` itself, not its methods: its forward pass is what synchronises the gradients. The
-    mean of "loss" is minimised, the means of all are reported. If samples count unequally, add
-    "weight": (B,): means and gradients are then weighted over the whole global batch. For
-    sequences, "loss" is each one's mean over its tokens, "weight" their number.
+    mean of "loss" is minimised, the means of all are reported. For samples that count unequally add
+    "weight": (B,), which weights all means, over the whole global batch: of a sequence "loss" is
+    the mean over its tokens, "weight" their number. For class weights multiply the loss instead.
     """
     images, labels = batch
     logits = model(images)

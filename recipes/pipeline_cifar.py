@@ -107,9 +107,9 @@ def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
     This runs on the last stage. `batch` is (None, labels): `model` returns outputs that are there.
-    The mean of "loss" is minimised, the means of all are reported. If samples count unequally, add
-    "weight": (B,): means and gradients are then weighted over the whole global batch. For
-    sequences, "loss" is each one's mean over its tokens, "weight" their number.
+    The mean of "loss" is minimised, the means of all are reported. For samples that count unequally
+    add "weight": (B,), which weights all means, over the whole global batch: of a sequence "loss"
+    is the mean over its tokens, "weight" their number. For class weights multiply the loss instead.
     """
     images, labels = batch
     logits = model(images)
