@@ -5,10 +5,9 @@
     torchrun --nproc_per_node 2 recipes/amp_cifar.py --precision fp16 --clip-norm 1
 
 Weights, optimizer and losses stay in fp32; autocast runs convolutions and matrix products in 16
-bits. bf16 has fp32's range. fp16 does not: small gradients would vanish, so Accelerate multiplies
-the loss by a scale before the backward pass and divides the gradients by it after. A step whose
-gradients overflow is skipped and halves the scale; thousands of good ones in a row double it
-(Micikevicius et al. 2018, arXiv:1710.03740). The same command continues an interrupted run.
+bits. bf16 has fp32's range. In fp16 small gradients would vanish: Accelerate multiplies the loss by
+a scale and divides the gradients by it. A step whose gradients overflow is skipped and halves the
+scale (Micikevicius et al. 2018, arXiv:1710.03740). The same command continues an interrupted run.
 
 To make this file yours, replace `load_data`, `build_model`, `compute_loss` and `add_flags`, and
 change what you like above the line "machinery". Below it is code that all recipes share, with a
@@ -112,8 +111,7 @@ def compute_loss(model, batch):
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate."""
     peak = args.lr * args.global_batch_size / 128
-    fused = None if args.precision == "fp16" else True  # Accelerate sees no skipped fused step
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": fused}
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": can_fuse(args)}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     factor = partial(lr_lambda, total_steps=max(1, total_steps))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -1543,6 +1541,13 @@ def check_weights_are_fp32(model, precision):
     if precision != "fp32" and types - {torch.float32, torch.float64}:
         remedy = "mixed precision needs fp32: return model.float()"
         exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
+
+
+def can_fuse(args):
+    """Return whether the optimizer may be fused: not in fp16, in which GradScaler always calls a
+    fused one, so that Accelerate could not see skipped steps. None, not False, which would turn
+    off the multi-tensor (foreach) kernels, too."""
+    return None if args.precision == "fp16" else True
 
 
 def loss_scaling(accelerator, scheduler, step):
