@@ -1,4 +1,5 @@
-"""What the tests share: the recipes as modules, and the real `accelerate launch` on real processes."""
+"""What the tests share: the recipes as modules, and the real `accelerate launch` on real
+processes."""
 
 import functools
 import importlib.util
@@ -20,7 +21,9 @@ import torch
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = {processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)}
+CONFIGS = {
+    processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)
+}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
@@ -28,7 +31,9 @@ os.environ["PYTHONPATH"] = str(ROOT / "tests/startup")
 PROGRAMS = {"PYTHONPATH": f"{ROOT / 'tests'}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
 
 HAS_REAL_DATA = (REAL_DATA / "cifar-10-batches-py").is_dir()
-needs_real_data = pytest.mark.skipif(not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)")
+needs_real_data = pytest.mark.skipif(
+    not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
+)
 
 
 def load(path):
@@ -55,15 +60,28 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
 
 def launch(processes, script, *arguments, **kwargs):
     """`accelerate launch` with the checked-in config for so many processes, on CPU."""
-    process = run([ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments], **kwargs)
+    process = run(
+        [ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments], **kwargs
+    )
     # Gloo's, now and then, where the process group is left to the interpreter's exit.
     assert "terminate called" not in process.stderr
     return process
 
 
 def train(processes, output_dir, *arguments, recipe="ddp_cifar", **kwargs):
-    """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and left behind."""
-    defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, "--output-dir", output_dir]
+    """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and
+    left behind."""
+    defaults = [
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--cpu",
+        "--log-every",
+        1,
+        "--output-dir",
+        output_dir,
+    ]
     process = launch(processes, ROOT / f"recipes/{recipe}.py", *defaults, *arguments, **kwargs)
     return SimpleNamespace(process=process, **outputs(output_dir))
 
@@ -86,7 +104,11 @@ def both_stages(recipe, model, args, autocast):
     """The stages of the pipeline, made as `make_pipeline` makes one of them, without processes."""
     stages = []
     for blocks in recipe.cut(recipe.model_blocks(model), args):
-        stages.append(recipe.Stage(OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())))
+        stages.append(
+            recipe.Stage(
+                OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())
+            )
+        )
         stages[-1].autocast = autocast
     return stages
 
@@ -99,10 +121,15 @@ def wait_until(condition, seconds=60):
 
 
 def pytest_configure():
-    """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine without."""
+    """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine
+    without."""
     global GPUS, VISIBLE
     GPUS = torch.cuda.device_count()
-    VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))}
+    VISIBLE = {
+        "CUDA_VISIBLE_DEVICES": os.environ.get(
+            "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))
+        )
+    }
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -122,7 +149,8 @@ def pytest_sessionfinish():
 
 
 def forked(runs, directory, together=1, **env):
-    """[exit codes by rank, output] of each of these runs, which need no launcher; see programs/forked.py."""
+    """[exit codes by rank, output] of each of these runs, which need no launcher; see
+    programs/forked.py."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     request = {"runs": runs, "directory": directory, "together": together, "env": env}
     with one_request:
@@ -135,7 +163,8 @@ def forked(runs, directory, together=1, **env):
 
 
 def at_once(story):
-    """For tests that wait more than they compute: those of a module run side by side. `directory` is their tmp_path."""
+    """For tests that wait more than they compute: those of a module run side by side. `directory`
+    is their tmp_path."""
 
     def test(outcomes):
         outcomes[story].result()
@@ -160,16 +189,27 @@ def outcomes(request, tmp_path_factory):
 
 
 def train_forked(directory, *runs, together=2, **env):
-    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a launcher; {...} at the
-    end of a run is for programs/forked.py."""
+    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a
+    launcher; {...} at the end of a run is for programs/forked.py."""
     described = []
     for index, (processes, recipe, flags, *more) in enumerate(runs):
-        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags], "plain": True}
-        described.append({**one, "directory": Path(directory, str(index)), **(more[0] if more else {})})
+        one = {
+            "processes": processes,
+            "recipe": recipe,
+            "flags": ["--log-every", 1, *flags],
+            "plain": True,
+        }
+        described.append(
+            {**one, "directory": Path(directory, str(index)), **(more[0] if more else {})}
+        )
     results = []
-    for one, (codes, output) in zip(described, forked(described, directory, together, **env), strict=True):
+    for one, (codes, output) in zip(
+        described, forked(described, directory, together, **env), strict=True
+    ):
         assert set(codes) == {0}, output
-        results.append(SimpleNamespace(output=output, directory=one["directory"], **outputs(one["directory"])))
+        results.append(
+            SimpleNamespace(output=output, directory=one["directory"], **outputs(one["directory"]))
+        )
     return results
 
 
@@ -189,17 +229,24 @@ def answers(program, counts, directory):
     """{processes: what a program under tests/programs writes when so many run it}, side by side."""
     paths = {processes: Path(directory, f"{program}-{processes}.json") for processes in counts}
     common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
-    runs = [{**common, "processes": processes, "flags": [path]} for processes, path in paths.items()]
+    runs = [
+        {**common, "processes": processes, "flags": [path]} for processes, path in paths.items()
+    ]
     for codes, output in forked(runs, directory, together=2, **PROGRAMS):
         assert set(codes) == {0}, output
     return {processes: json.loads(path.read_text()) for processes, path in paths.items()}
 
 
 def the_error_line(process):
-    """The one line by which a recipe refused, and nothing else of its own: no traceback, no second voice."""
+    """The one line by which a recipe refused, and nothing else of its own: no traceback, no second
+    voice."""
     assert process.returncode != 0
-    lines = [line for line in process.stderr.splitlines() if re.match(r"[a-z_]+_cifar: error: ", line)]
+    lines = [
+        line for line in process.stderr.splitlines() if re.match(r"[\w.-]+: error: ", line)
+    ]
     assert len(lines) == 1, process.stdout + process.stderr
     assert "Traceback" not in process.stdout + process.stderr.partition(lines[0])[0]
-    assert "]: Traceback" not in process.stderr, f"of a rank that waited for another\n{process.stderr}"
+    assert "]: Traceback" not in process.stderr, (
+        f"of a rank that waited for another\n{process.stderr}"
+    )
     return lines[0]

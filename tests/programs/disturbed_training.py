@@ -1,12 +1,15 @@
-"""A recipe's own `main`, its batches recorded, and disturbed where a test wants it. Launched with JSON:
+"""A recipe's own `main`, its batches recorded, and disturbed where a test wants it. Launched with
+JSON:
 
-    {"recipe": "ddp_cifar", "directory": ..., "flags": [...], "disturbances": {"RANK": [n, what]}, "save": [what, n]}
+    {"recipe": "ddp_cifar", "directory": ..., "flags": [...],
+     "disturbances": {"RANK": [n, what]}, "save": [what, n]}
 
-The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every process appends a
-digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance happens to a process at the n-th batch
-since its start: a signal by its name, "nan", which spoils the batch, or "inf", which spoils the gradient. `save` kills
-the main process at the n-th moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn,
-`device` "cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
+The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every
+process appends a digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance
+happens to a process at the n-th step since its start: a signal by its name, "nan", which spoils the
+step's batches, or "inf", which spoils its gradient. `save` kills the main process at the n-th
+moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn, `device`
+"cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
 """
 
 import collections
@@ -33,39 +36,48 @@ class Compiled(nn.Sequential):
 
 def build_model(args, dropout=0.2):
     return (Compiled if getattr(args, "compile", False) else nn.Sequential)(
-        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)),
+        nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)
+        ),
         nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
         nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
     )
 
 
 def watch_batches(recipe, directory, when, what):
-    step, count = recipe.train_step, itertools.count(1)
+    """Record the batches of every step, and disturb the n-th one."""
+    train_step = recipe.train_step
+    steps = itertools.count(1)
 
-    def watched_step(*arguments):
-        ((images, labels),) = (argument for argument in arguments if isinstance(argument, tuple | list))
-        handle = None
-        if next(count) == when:
-            if what == "nan":
+    def recorded(microbatches, spoil):
+        for images, labels in microbatches:
+            if spoil:
                 images.fill_(torch.nan)
-            elif what == "inf":
-                (model,) = (argument for argument in arguments if isinstance(argument, nn.Module))
-                handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-            else:
-                os.kill(os.getpid(), signal.Signals[what])
-        with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
-            content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
-            file.write(hashlib.sha256(content).hexdigest() + "\n")
-        metrics = step(*arguments)
+            with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
+                content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
+                file.write(hashlib.sha256(content).hexdigest() + "\n")
+            yield images, labels
+
+    def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
+        disturbance = what if next(steps) == when else None
+        handle = None
+        if disturbance == "inf":
+            first = next(model.parameters())
+            handle = first.register_hook(lambda gradient: gradient * torch.inf)
+        elif disturbance not in (None, "nan"):
+            os.kill(os.getpid(), signal.Signals[disturbance])
+        batches = recorded(microbatches, disturbance == "nan")
+        values = train_step(accelerator, model, optimizer, scheduler, batches, *more)
         if handle:
             handle.remove()
-        return metrics
+        return values
 
     recipe.train_step = watched_step
 
 
 def kill_while_saving(recipe, operation, moment):
-    """Before and after every operation on the disk: the n-th such moment of one kind is the process's last."""
+    """Before and after every operation on the disk: the n-th such moment of one kind is the
+    process's last."""
     moments = collections.Counter()
 
     def watched(function, name):
@@ -100,11 +112,14 @@ def kill_while_saving(recipe, operation, moment):
     recipe.Path = WatchedPath
     replaced = {name: watched(getattr(os, name), name) for name in ("open", "fsync", "replace")}
     recipe.os = SimpleNamespace(**{**vars(os), **replaced})
-    recipe.open = lambda path, *mode, **options: (File if str(path).endswith(".tmp") else open)(path, *mode, **options)
+    recipe.open = lambda path, *mode, **options: (File if str(path).endswith(".tmp") else open)(
+        path, *mode, **options
+    )
 
 
 def watch_the_default_group():
-    """On GPUs it takes objects through their memory: large ones have to go another way, by a group of the hosts."""
+    """On GPUs it takes objects through their memory: large ones have to go another way, by a group
+    of the hosts."""
     pack = distributed_c10d._object_to_tensor
 
     def watched(value, device, group, *more):
@@ -130,9 +145,14 @@ def train(run, prepare=lambda recipe: None):
     prepare(recipe)
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
     flags += [] if run.get("device") == "cuda" else ["--cpu"]
-    sys.argv = [str(word) for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])]
+    sys.argv = [
+        str(word)
+        for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])
+    ]
     if rank == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        time.sleep(3)  # long enough for the others to find what the dead processes left in the launcher's store
+        time.sleep(
+            3
+        )  # long enough for the others to find what the dead processes left in the launcher's store
     recipe.main()
 
 

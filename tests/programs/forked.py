@@ -1,15 +1,18 @@
-"""A server that runs trainings as in disturbed_training.py, or any script, each as its number of processes, without a
-launcher.
+"""A server that runs trainings as in disturbed_training.py, or any script, each as its number of
+processes, without a launcher.
 
-The processes are forked from this one, in the environment that a launcher would give them: with torch imported already,
-fifty trainings take a minute. conftest.py starts it once and writes to its stdin, in one line of JSON each:
+The processes are forked from this one, in the environment that a launcher would give them: with
+torch imported already, fifty trainings take a minute. conftest.py starts it once and writes to its
+stdin, in one line of JSON each:
 
-    {"runs": [...], "directory": ..., "env": {...}, "together": how many side by side, each on its share of the cores}
+    {"runs": [...], "directory": ..., "env": {...},
+     "together": how many side by side, each on its share of the cores}
 
-A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its `flags` and `directory`;
-`env` of its own; `terminal`: its output goes to one; `patience` in seconds, and `grace`, what is left of it when a
-process has failed: five; `terminate`: SIGTERM before SIGKILL, as from a launcher. The answer, a line on stdout, has
-[exit codes by rank, output] for each.
+A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its
+`flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience` in
+seconds, and `grace`, what is left of it when a process has failed: five; `terminate`: SIGTERM
+before SIGKILL, as from a launcher. The answer, a line on stdout, has [exit codes by rank, output]
+for each.
 """
 
 import contextlib
@@ -44,7 +47,9 @@ def work(run, rank, port, request, cores):
     os.environ.update({**request["env"], **run.get("env", {})})
     if processes > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        os.environ.update(zip(names, map(str, (rank, rank, processes, processes, port)), strict=True))
+        os.environ.update(
+            zip(names, map(str, (rank, rank, processes, processes, port)), strict=True)
+        )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -72,8 +77,8 @@ def work(run, rank, port, request, cores):
 
 
 def set_aside(paths):
-    """Return the paths without those of the tests, whose modules are forgotten, too: a script finds what it would find
-    if it had been started alone."""
+    """Return the paths without those of the tests, whose modules are forgotten, too: a script finds
+    what it would find if it had been started alone."""
     for name in ("conftest", "disturbed_training"):
         sys.modules.pop(name, None)
     return [path for path in paths if path not in HERE]
