@@ -2,7 +2,8 @@
 
     gpu_report_parts.py PART --folder FOLDER --seconds SECONDS --data-dir DIR [--rehearse]
 
-Each writes its notes and rows to FOLDER/PART.json as soon as it has them, and exits with 1 if a measurement failed.
+Each writes its notes and rows to FOLDER/PART.json as soon as it has them, and exits with 1 if a
+measurement failed.
 """
 
 import argparse
@@ -24,7 +25,13 @@ from conftest import PROGRAMS, ROOT, fork_server, forked, free_port
 from make_results import curve
 
 STARTED = time.monotonic()
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
 class Report:
@@ -48,51 +55,89 @@ class Report:
 
 
 def measure(*configurations, change="nothing", steps=None, ranked=False):
-    """Run these (recipe with its own flags, stem, batch size) side by side, as bench.py runs a recipe: of each, what it
-    says of its speed, or {"failure": its last words}."""
+    """Run these (recipe with its own flags, stem, batch size) side by side, as bench.py runs a
+    recipe: of each, what it says of its speed, or {"failure": its last words}."""
     runs, answers = [], []
     least, warmup = steps or ((60, 20) if CUDA else (4, 2))
     for recipe, stem, batch in configurations:
         name, *own = recipe.split()
         directory = args.folder / "runs" / f"{args.part}-{time.monotonic_ns()}"
         directory.mkdir(parents=True)
-        flags = ["--data", "synthetic", "--model", MODEL, "--stem", stem, "--batch-size", batch, "--output-dir", "out"]
+        flags = [
+            "--data",
+            "synthetic",
+            "--model",
+            MODEL,
+            "--stem",
+            stem,
+            "--batch-size",
+            batch,
+            "--output-dir",
+            "out",
+        ]
         flags += [*([] if CUDA else ["--cpu"]), *own]
         seconds = 1.5 if CUDA else 0
         if name == "plain_ddp_cifar":
-            script, more = ROOT / f"recipes/{name}.py", ["--world_size", 1, "--warmup-steps", warmup]
+            script, more = (
+                ROOT / f"recipes/{name}.py",
+                ["--world_size", 1, "--warmup-steps", warmup],
+            )
             more += ["--measure", least, seconds]
         else:
-            script, more = ROOT / "benchmarks/timed_training.py", [change, least, seconds, name, "--log-every", warmup]
+            script, more = (
+                ROOT / "benchmarks/timed_training.py",
+                [change, least, seconds, name, "--log-every", warmup],
+            )
             more += ["--epochs", 1]
         run = {"processes": 1, "script": script, "directory": directory, "flags": [*more, *flags]}
         run["env"] = {**ONE_RANK, "MASTER_PORT": str(free_port())} if ranked else {}
-        runs.append({**run, "patience": 0.8 * args.seconds})  # then this process can still say what was measured
+        runs.append(
+            {**run, "patience": 0.8 * args.seconds}
+        )  # then this process can still say what was measured
     launched = time.time()
-    for run, (codes, output) in zip(runs, forked(runs, args.folder, len(runs), **PROGRAMS), strict=True):
+    for run, (codes, output) in zip(
+        runs, forked(runs, args.folder, len(runs), **PROGRAMS), strict=True
+    ):
         path = run["directory"] / "out/summary.json"
         if codes != [0] or not path.exists():
             print(output, flush=True)
-            answers.append({"failure": f"exit code {codes[0]}: {''.join(output.splitlines()[-1:])[:200]}"})
+            answers.append(
+                {"failure": f"exit code {codes[0]}: {''.join(output.splitlines()[-1:])[:200]}"}
+            )
             continue
         summary = json.loads(path.read_text())
         if (warmed_up := summary.get("warmed_up_at")) is None:
-            warmed_up = json.loads((run["directory"] / "out/metrics.jsonl").open().readline())["time"]
-        answer = {"images/s": summary["samples_per_second"], "GiB": summary["peak_memory_bytes"] / 2**30}
+            warmed_up = json.loads((run["directory"] / "out/metrics.jsonl").open().readline())[
+                "time"
+            ]
+        answer = {
+            "images/s": summary["samples_per_second"],
+            "GiB": summary["peak_memory_bytes"] / 2**30,
+        }
         answers.append({**answer, "start s": warmed_up - launched})
     return answers
 
 
 def machine(report):
-    report.note(f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    versions = {name: __import__(name).__version__ for name in ("torch", "torchvision", "accelerate")}
+    report.note(
+        f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    )
+    versions = {
+        name: __import__(name).__version__ for name in ("torch", "torchvision", "accelerate")
+    }
     report.note(", ".join(f"{name} {version}" for name, version in versions.items()))
     commands = [["git", "-C", ROOT, "describe", "--always", "--dirty"], ["nvidia-smi"]]
     for command in [command for command in commands if shutil.which(command[0])]:
         answer = subprocess.run(command, capture_output=True, text=True)
         print(answer.stdout, answer.stderr, flush=True)
-        report.note(f"{command[0]}: {answer.stdout.strip() if command[0] == 'git' else 'in machine.log'}")
-    report.note("no GPU: a rehearsal with small numbers" if not CUDA else f"{torch.cuda.device_count()} GPU(s)")
+        report.note(
+            f"{command[0]}: {answer.stdout.strip() if command[0] == 'git' else 'in machine.log'}"
+        )
+    report.note(
+        "no GPU: a rehearsal with small numbers"
+        if not CUDA
+        else f"{torch.cuda.device_count()} GPU(s)"
+    )
     for index in range(torch.cuda.device_count() if CUDA else 0):
         report.note(f"{torch.cuda.get_device_properties(index)}, NCCL {torch.cuda.nccl.version()}")
 
@@ -110,7 +155,10 @@ def tests(report):
         "tests/test_gpu.py",
     ]
     command += [] if CUDA else ["-m", "not slow"]
-    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # the log is to have what was done when time is over
+    unbuffered = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+    }  # the log is to have what was done when time is over
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=unbuffered)
     for line in process.stdout:
         print(line, end="", flush=True)
@@ -134,15 +182,22 @@ def images(report):
 
 
 def compiled_configurations():
-    return [(f"{PRECISIONS[name]} --compile", stem, batch) for stem, batch in SHAPES for name in (HALF, "fp32")]
+    return [
+        (f"{PRECISIONS[name]} --compile", stem, batch)
+        for stem, batch in SHAPES
+        for name in (HALF, "fp32")
+    ]
 
 
 def compile_cache(report):
-    """One step of each compiled configuration: what inductor makes of it stays in its cache on the disk."""
+    """One step of each compiled configuration: what inductor makes of it stays in its cache on the
+    disk."""
     configurations = compiled_configurations()
     for four in (configurations[index : index + 4] for index in range(0, len(configurations), 4)):
         for (recipe, stem, batch), answer in zip(four, measure(*four, steps=(1, 1)), strict=True):
-            answer = {name: value for name, value in answer.items() if name in ("start s", "failure")}
+            answer = {
+                name: value for name, value in answer.items() if name in ("start s", "failure")
+            }
             report.add(recipe=recipe, stem=stem, batch=batch, **answer)
 
 
@@ -153,7 +208,11 @@ def compiled(report):
         (answer,) = measure((recipe, stem, batch))
         for row in eager:
             if "images/s" in answer and "images/s" in row:
-                if (f"{row['recipe']} --compile", row["stem"], row["batch"]) == (recipe, stem, batch):
+                if (f"{row['recipe']} --compile", row["stem"], row["batch"]) == (
+                    recipe,
+                    stem,
+                    batch,
+                ):
                     answer["over eager"] = answer["images/s"] / row["images/s"]
         report.add(recipe=recipe, stem=stem, batch=batch, **answer)
 
@@ -165,7 +224,8 @@ def timings():
 
 
 def profile(report):
-    """The host's share of a step, as far as it is launching kernels, is the same for every batch."""
+    """The host's share of a step, as far as it is launching kernels, is the same for every
+    batch."""
     stem, batch = SHAPES[0]
     for precision, recipe in PRECISIONS.items():
         (answer,) = measure((recipe, stem, batch), change="parts", ranked=True)
@@ -183,14 +243,19 @@ def profile(report):
         return
     for path in timings()[1].glob("*"):
         if path.is_file() and path.name != "timings.json":
-            report.note(f"torch.profiler: {shutil.move(path, args.folder / f'profile-{path.name}').name}")
+            report.note(
+                f"torch.profiler: {shutil.move(path, args.folder / f'profile-{path.name}').name}"
+            )
 
 
 def variants(report):
     """In two rounds, in one rank of a process group: without one there is no DDP."""
     stem, batch = SHAPES[0]
     changes = ["nothing", "broadcast buffers", "batched gradient copy", "foreach SGD"]
-    if "batched_grad_copy" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters:
+    if (
+        "batched_grad_copy"
+        not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    ):
         changes.remove("batched gradient copy")
         report.note(f"torch {torch.__version__} has no batched_grad_copy")
     for number in (1, 2):
@@ -200,7 +265,8 @@ def variants(report):
 
 
 def epoch(report):
-    """What surrounds the steps of an epoch, in seconds; on a GPU of 51,200 training and 10,240 test samples."""
+    """What surrounds the steps of an epoch, in seconds; on a GPU of 51,200 training and 10,240 test
+    samples."""
     stem, batch = SHAPES[1 % len(SHAPES)]
     length = "--epochs 3 --checkpoint-every 100" if CUDA else "--max-steps 4 --checkpoint-every 2"
     (answer,) = measure((f"{PRECISIONS[HALF]} {length}", stem, batch), change="epoch")
@@ -227,20 +293,49 @@ def training(report):
     epochs = max(1, min(epochs, 200 if real else 20))
     output = args.folder / "training"
     data = ["--data", "cifar10" if real else "synthetic", "--data-dir", args.data_dir]
-    flags = [*data, "--model", MODEL, "--stem", stem, "--batch-size", batch, "--epochs", epochs, "--output-dir", output]
+    flags = [
+        *data,
+        "--model",
+        MODEL,
+        "--stem",
+        stem,
+        "--batch-size",
+        batch,
+        "--epochs",
+        epochs,
+        "--output-dir",
+        output,
+    ]
     flags += [] if CUDA else ["--cpu", "--max-steps", 4]
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+    ]
     command += [ROOT / "accelerate_configs/1gpu.yaml", ROOT / "recipes/amp_cifar.py", *flags]
-    report.note(f"{'CIFAR-10' if real else 'synthetic data'}: accelerate launch {' '.join(map(str, command[4:]))}")
+    report.note(
+        f"{'CIFAR-10' if real else 'synthetic data'}: accelerate launch {' '.join(map(str, command[4:]))}"
+    )
     process = subprocess.Popen(list(map(str, command)))
     seen, metrics = 0, output / "metrics.jsonl"
     while True:
         code = process.poll()
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        lines = (
+            [json.loads(line) for line in metrics.read_text().splitlines()]
+            if metrics.exists()
+            else []
+        )
         evaluations = [line for line in lines if line["event"] == "evaluation"]
         for line in evaluations[seen:]:
             begun = line["time"] - lines[0]["time"]
-            report.add(epoch=line["epoch"], test_accuracy=line["test_accuracy"], test_loss=line["test_loss"], s=begun)
+            report.add(
+                epoch=line["epoch"],
+                test_accuracy=line["test_accuracy"],
+                test_loss=line["test_loss"],
+                s=begun,
+            )
         seen = len(evaluations)
         if code is not None:
             break
@@ -251,7 +346,10 @@ def training(report):
         report.note("the curve is training.svg")
 
 
-PARTS = {part.__name__: part for part in (machine, tests, compile_cache, images, profile, variants, epoch, compiled)}
+PARTS = {
+    part.__name__: part
+    for part in (machine, tests, compile_cache, images, profile, variants, epoch, compiled)
+}
 PARTS["training"] = training
 parser = argparse.ArgumentParser()
 parser.add_argument("part", choices=PARTS)
@@ -268,8 +366,16 @@ CUDA = torch.cuda.device_count() > 0
 MODEL = "resnet50" if CUDA else "simple_cnn"
 HALF = "fp16" if CUDA and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
 PRECISIONS = {"fp32": "ddp_cifar", HALF: f"amp_cifar --precision {HALF}"}
-# By what is asked first: small batches, where launching kernels is what takes time, and the default of bench.py.
-SHAPES = [("imagenet", 128), ("cifar", 512), ("imagenet", 512), ("cifar", 128), ("imagenet", 1024), ("cifar", 1024)]
+# By what is asked first: small batches, where launching kernels is what takes time, and the default
+# of bench.py.
+SHAPES = [
+    ("imagenet", 128),
+    ("cifar", 512),
+    ("imagenet", 512),
+    ("cifar", 128),
+    ("imagenet", 1024),
+    ("cifar", 1024),
+]
 if not CUDA:
     SHAPES = [("imagenet", 8)]
 report = Report(args.folder / f"{args.part}.json")

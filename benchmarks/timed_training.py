@@ -1,7 +1,8 @@
-"""Run by gpu_report_parts.py, as a process of forked.py: timed_training.py CHANGE STEPS SECONDS RECIPE FLAGS...
+"""Run by gpu_report_parts.py, as a process of forked.py: timed_training.py CHANGE STEPS SECONDS
+RECIPE FLAGS...
 
-A recipe as bench.py measures it (`run_recipe`), with one thing changed, or timed; "epoch" is its own `main`. Writes
-what it has timed to timings.json: {name: the seconds of every time}.
+A recipe as bench.py measures it (`run_recipe`), with one thing changed, or timed; "epoch" is its
+own `main`. Writes what it has timed to timings.json: {name: the seconds of every time}.
 """
 
 import json
@@ -33,7 +34,8 @@ def wait():
 
 
 def timed(name, function, whole=False):
-    """Return the function so that its time is kept: the host's, or with `whole` until the device is ready."""
+    """Return the function so that its time is kept: the host's, or with `whole` until the device is
+    ready."""
 
     def inner(*args, **options):
         if whole:
@@ -51,7 +53,8 @@ def timed(name, function, whole=False):
 
 
 def time_the_parts():
-    """Each step begins when the device is ready, or the host would wait for it in one of the parts."""
+    """Each step begins when the device is ready, or the host would wait for it in one of the
+    parts."""
     host, began = {}, []
 
     def batches(loader, count):
@@ -93,7 +96,9 @@ if change == "broadcast buffers":
 elif change == "batched gradient copy":
     torch.nn.parallel.DistributedDataParallel = BatchedCopy
 elif change == "foreach SGD":
-    torch.optim.SGD = lambda *args, **options: SGD(*args, **{**options, "fused": False, "foreach": True})
+    torch.optim.SGD = lambda *args, **options: SGD(
+        *args, **{**options, "fused": False, "foreach": True}
+    )
 elif change == "parts":
     time_the_parts()
 
@@ -105,7 +110,9 @@ if change == "profile":
     def keep(profiler):
         kind = "device" if cuda else "cpu"
         for order in ("self_cpu_time_total", f"self_{kind}_time_total"):
-            table = profiler.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70)
+            table = profiler.key_averages().table(
+                sort_by=order, row_limit=30, max_name_column_width=70
+            )
             Path(f"{order}.txt").write_text(f"{count} steps\n{table}\n")
         profiler.export_chrome_trace("trace.json.gz")
 
@@ -115,7 +122,10 @@ if change == "profile":
         recipe.Run.finish_step = lambda *args: (finish_step(*args), profiler.step())
         bench.run_recipe(*arguments)
 elif change == "epoch":
-    recipe.Run.save, recipe.evaluate = timed("save", recipe.Run.save, True), timed("evaluate", recipe.evaluate, True)
+    recipe.Run.save, recipe.evaluate = (
+        timed("save", recipe.Run.save, True),
+        timed("evaluate", recipe.evaluate, True),
+    )
     recipe.Run.log = timed("a line of metrics", recipe.Run.log, True)
     recipe.load_data, small = timed("load_data", recipe.load_data, True), recipe.synthetic_images
     if cuda:  # as many as in CIFAR-10, about

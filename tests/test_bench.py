@@ -1,4 +1,5 @@
-"""bench.py: the recipes really run, results outlive failures and Ctrl-C, the arithmetic is right."""
+"""bench.py: the recipes really run, results outlive failures and Ctrl-C, the arithmetic is
+right."""
 
 import json
 import os
@@ -22,14 +23,17 @@ bench, plain = load("benchmarks/bench.py"), load("recipes/plain_ddp_cifar.py")
 
 def measured(recipe, processes, *rates):
     made = bench.Configuration(recipe, processes)
-    made.samples = [{"samples_per_second": rate, "peak_memory_bytes": 2**30, "start_seconds": 7} for rate in rates]
+    made.samples = [
+        {"samples_per_second": rate, "peak_memory_bytes": 2**30, "start_seconds": 7}
+        for rate in rates
+    ]
     return made
 
 
 @pytest.fixture
 def main(tmp_path, monkeypatch):
-    """bench.main with runs that last no time: `outcomes` has a list for each recipe, of rates, failures or errors to
-    raise. Returns the exit status and what was written."""
+    """bench.main with runs that last no time: `outcomes` has a list for each recipe, of rates,
+    failures or errors to raise. Returns the exit status and what was written."""
 
     def call(outcomes, *flags):
         def run(self, args):
@@ -43,7 +47,16 @@ def main(tmp_path, monkeypatch):
         monkeypatch.setattr(bench.Configuration, "run", run)
         monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
         monkeypatch.setenv("COLUMNS", "80")
-        command = ["bench.py", "--recipes", *outcomes, "--processes", "1", "--output-dir", tmp_path, *flags]
+        command = [
+            "bench.py",
+            "--recipes",
+            *outcomes,
+            "--processes",
+            "1",
+            "--output-dir",
+            tmp_path,
+            *flags,
+        ]
         monkeypatch.setattr(sys, "argv", list(map(str, command)))
         with pytest.raises(SystemExit) as exit:
             bench.main()
@@ -55,9 +68,22 @@ def main(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
-    """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would train for an hour."""
-    recipes = ["PYTHONHOME=/nowhere ddp_cifar", "plain_ddp_cifar --measure 4 0 --workers 0", "ddp_cifar"]
-    command = [sys.executable, ROOT / "benchmarks/bench.py", *SMALL, "--recipes", *recipes, "--processes", 2]
+    """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would
+    train for an hour."""
+    recipes = [
+        "PYTHONHOME=/nowhere ddp_cifar",
+        "plain_ddp_cifar --measure 4 0 --workers 0",
+        "ddp_cifar",
+    ]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/bench.py",
+        *SMALL,
+        "--recipes",
+        *recipes,
+        "--processes",
+        2,
+    ]
     process = subprocess.Popen(
         list(map(str, [*command, "--seconds", 3600, "--output-dir", tmp_path / "out"])),
         env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "80"},
@@ -67,12 +93,16 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     )
 
     def ranks():
-        found = subprocess.run(["pgrep", "-f", f"run 4 3600.0 ddp_cifar .*{tmp_path}"], capture_output=True, text=True)
+        found = subprocess.run(
+            ["pgrep", "-f", f"run 4 3600.0 ddp_cifar .*{tmp_path}"], capture_output=True, text=True
+        )
         return found.stdout.split()
 
     def trains():
         assert process.poll() is None, process.communicate()
-        return any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("tmp*/metrics.jsonl"))
+        return any(
+            len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("tmp*/metrics.jsonl")
+        )
 
     try:
         wait_until(trains, 300)
@@ -111,15 +141,30 @@ def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
     for gpus, efficiency, each in ((0, 5 / 3, 100 / bench.CORES), (2, 5 / 6, 50)):
         monkeypatch.setattr(bench, "GPUS", gpus)
         got = two.results([empty, baseline, one, two])
-        assert (got["samples_per_second"], got["least"], got["most"], got["ratio"]) == (100, 50, 300, 2.5)
-        assert got["efficiency"] == pytest.approx(efficiency) and got["per_device"] == pytest.approx(each)
-    assert baseline.results([empty, baseline])["efficiency"] is one.results([empty, one])["ratio"] is None
+        assert (got["samples_per_second"], got["least"], got["most"], got["ratio"]) == (
+            100,
+            50,
+            300,
+            2.5,
+        )
+        assert got["efficiency"] == pytest.approx(efficiency) and got[
+            "per_device"
+        ] == pytest.approx(each)
+    assert (
+        baseline.results([empty, baseline])["efficiency"]
+        is one.results([empty, one])["ratio"]
+        is None
+    )
     baseline.failure = "in a later round"
     assert two.results([baseline, two])["ratio"] is None and baseline.results([baseline]) == {}
 
 
 def test_table_and_picture_show_every_configuration(main, capsys):
-    outcomes = {"plain_ddp_cifar": [100, 200], "ddp_cifar --lr 1": [150, 100], "amp_cifar": ["exit code 7"]}
+    outcomes = {
+        "plain_ddp_cifar": [100, 200],
+        "ddp_cifar --lr 1": [150, 100],
+        "amp_cifar": ["exit code 7"],
+    }
     code, content, paths = main(outcomes, "--rounds", 2, "--predict", 10)
     assert code == 1
     computed = [entry["recipe"] for entry in content["computed"]]
@@ -131,12 +176,17 @@ def test_table_and_picture_show_every_configuration(main, capsys):
         ["| amp", "1", "failed", "", ""],
     ]
     assert sum("| computed |" in line for line in table) == len(table) - 5 == len(computed)
-    texts = [node.text for node in ElementTree.parse(paths[".svg"]).iter() if node.tag.endswith("text")]
+    texts = [
+        node.text for node in ElementTree.parse(paths[".svg"]).iter() if node.tag.endswith("text")
+    ]
     assert "plain_ddp, 1" in texts and "ddp --lr 1, 1" in texts and "amp, 1" not in texts
     assert sum(text.endswith("(computed)") for text in texts) == len(computed)
     output, errors = capsys.readouterr()
     assert "bench: amp_cifar on 1 failed: exit code 7" in errors
-    assert output.count("round 2/2: ") == 3 and "round 1/2: ddp_cifar --lr 1 on 1: 150 images/s" in output
+    assert (
+        output.count("round 2/2: ") == 3
+        and "round 1/2: ddp_cifar --lr 1 on 1: 150 images/s" in output
+    )
     shown = output.partition("recipe ")[2].partition("; torch")[0].rpartition("\n")[0]
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -146,7 +196,8 @@ def test_a_crash_loses_nothing(main, tmp_path):
         main({"ddp_cifar": [100, 200], "amp_cifar": [300, OSError("disk full")]})
     (path,) = tmp_path.iterdir()
     rates = [
-        [x["samples_per_second"] for x in one["samples"]] for one in json.loads(path.read_text())["configurations"]
+        [x["samples_per_second"] for x in one["samples"]]
+        for one in json.loads(path.read_text())["configurations"]
     ]
     assert rates == [[100, 200], [300]]
 
@@ -163,7 +214,9 @@ def test_an_interrupt_of_the_first_run_writes_no_figures(main):
 
 def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, capsys):
     monkeypatch.setattr(bench, "GPUS", 1)
-    answer = SimpleNamespace(returncode=1, stderr="Traceback:\nRuntimeError: The NVIDIA driver is too old\n", stdout="")
+    answer = SimpleNamespace(
+        returncode=1, stderr="Traceback:\nRuntimeError: The NVIDIA driver is too old\n", stdout=""
+    )
     monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: answer)
     code, _, paths = main({"ddp_cifar": [100] * 3})
     assert code == "bench: 1 GPU(s), but RuntimeError: The NVIDIA driver is too old" and paths == {}
@@ -172,13 +225,21 @@ def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, cap
 @pytest.mark.parametrize(
     "script, failure, unavailable",
     [
-        ("echo amp_cifar: error: Tesla T4 has no bf16, choose --precision fp16; exit 2", None, "Tesla T4 has no bf16"),
+        (
+            "echo amp_cifar: error: Tesla T4 has no bf16, choose --precision fp16; exit 2",
+            None,
+            "Tesla T4 has no bf16",
+        ),
         (
             "echo amp_cifar: error: fp16 needs a GPU, on CPU choose bf16; echo Traceback; exit 2",
             None,
             "fp16 needs a GPU",
         ),
-        ("echo amp_cifar: error: broken; echo Traceback; exit 2", "exit code 2\namp_cifar: error: broken", None),
+        (
+            "echo amp_cifar: error: broken; echo Traceback; exit 2",
+            "exit code 2\namp_cifar: error: broken",
+            None,
+        ),
         ("echo words; exit 3", "exit code 3\nwords", None),
         ("sleep 60", "exit code none after 0.5 s\n", None),
     ],
@@ -202,28 +263,40 @@ def test_on_gpus_the_defaults_keep_them_busy(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     args = bench.parse_args()
     assert (args.stem, args.batch_size, args.processes, args.seconds) == ("cifar", 512, [1, 8], 10)
-    assert {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"} < set(args.recipes)
-    commands = {name: " ".join(bench.Configuration(name, 8).command(args, "out")) for name in args.recipes}
+    assert {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"} < set(
+        args.recipes
+    )
+    commands = {
+        name: " ".join(bench.Configuration(name, 8).command(args, "out")) for name in args.recipes
+    }
     assert not any("--cpu" in command for command in commands.values())
     assert commands["data_parallel_cifar"].endswith("--batch-size 4096")
     assert "/1gpu.yaml " in commands["data_parallel_cifar"]
-    assert "/8gpu.yaml " in commands["pipeline_cifar"] and commands["pipeline_cifar"].endswith("--batch-size 1024")
+    assert "/8gpu.yaml " in commands["pipeline_cifar"] and commands["pipeline_cifar"].endswith(
+        "--batch-size 1024"
+    )
     assert " run 40 10 ddp_cifar --log-every 20 " in commands["ddp_cifar --compile"]
     assert commands["ddp_cifar --compile"].endswith(" --compile")
     assert " --world_size 8 --warmup-steps 20 --measure 40 10 " in commands["plain_ddp_cifar"]
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0,1"), ("4,5,6,7", "4,5")])
-def test_data_parallel_sees_as_many_of_the_visible_gpus_as_it_is_measured_on(monkeypatch, visible, expected):
+def test_data_parallel_sees_as_many_of_the_visible_gpus_as_it_is_measured_on(
+    monkeypatch, visible, expected
+):
     monkeypatch.setattr(bench, "GPUS", 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    assert bench.Configuration("data_parallel_cifar", 2).environment == {"CUDA_VISIBLE_DEVICES": expected}
+    assert bench.Configuration("data_parallel_cifar", 2).environment == {
+        "CUDA_VISIBLE_DEVICES": expected
+    }
     own = bench.Configuration("CUDA_VISIBLE_DEVICES=7 data_parallel_cifar", 1)
     assert own.environment == {"CUDA_VISIBLE_DEVICES": "7"}
     assert bench.Configuration("ddp_cifar", 2).environment == {}
 
 
-def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process(tmp_path, monkeypatch):
+def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process(
+    tmp_path, monkeypatch
+):
     flags = [
         "--data",
         "synthetic",
@@ -252,19 +325,29 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
         assert set(codes) == {0}, output
     for index, name, least in ((0, "data_parallel_cifar", 0), (1, "pipeline_cifar", 0.5)):
         directory = tmp_path / str(index) / "runs" / name
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
         summary = json.loads((directory / "summary.json").read_text())
         steps = [line["step"] for line in lines if line["event"] == "train"]
-        assert steps == list(range(2, steps[-1] + 1, 2)) and {line["epoch"] for line in lines} == {1}
+        assert steps == list(range(2, steps[-1] + 1, 2)) and {line["epoch"] for line in lines} == {
+            1
+        }
         assert [line["event"] for line in lines] == ["train"] * len(steps) + ["evaluation"]
         assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
-        assert summary["steps_per_epoch"] >= 10**6  # in which one has to take the same images again and again
+        assert (
+            summary["steps_per_epoch"] >= 10**6
+        )  # in which one has to take the same images again and again
         assert summary["measured_samples"] == (steps[-1] - 2) * summary["global_batch_size"]
         assert summary["measured_seconds"] >= least and steps[-1] >= 4
         assert steps[-1] == 6 or least
-    one = bench.Configuration("data_parallel_cifar", 1)  # its files are what Configuration.run reads
+    one = bench.Configuration(
+        "data_parallel_cifar", 1
+    )  # its files are what Configuration.run reads
     monkeypatch.setattr(
-        one, "command", lambda args, output_dir: ["cp", "-r", f"{tmp_path}/0/runs/{one.name}/.", output_dir]
+        one,
+        "command",
+        lambda args, output_dir: ["cp", "-r", f"{tmp_path}/0/runs/{one.name}/.", output_dir],
     )
     before = time.time()
     one.run(SimpleNamespace(timeout=60))
@@ -279,14 +362,21 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
         assert words in output
         for loop in ("full", "cached", "bare", "alone", "convolutions"):
             assert f"  {loop:12} " in output, output
-        for meaning in ("fed one cached batch", "bare torch", "with DDP / without", "/ of the convolutions alone"):
+        for meaning in (
+            "fed one cached batch",
+            "bare torch",
+            "with DDP / without",
+            "/ of the convolutions alone",
+        ):
             assert meaning in output
     assert list((tmp_path / "2").iterdir()) == []
 
 
 def test_the_convolutions_alone_are_those_of_the_model():
     with torch.device("meta"):  # nothing is computed
-        model = bench.load("ddp_cifar").build_model(SimpleNamespace(model="resnet50", stem="imagenet"))
+        model = bench.load("ddp_cifar").build_model(
+            SimpleNamespace(model="resnet50", stem="imagenet")
+        )
         images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
 
     def flops(function):
@@ -304,7 +394,11 @@ def test_the_baseline_shares_the_cores_and_its_measured_epoch_does_not_end(tmp_p
     seen = []
     monkeypatch.setattr(plain.mp, "spawn", lambda train, args, nprocs: seen.append(args[0]))
     common = ["plain_ddp_cifar.py", "--data", "synthetic", "--model", "simple_cnn", "--cpu"]
-    for flags in (["--world_size", "2"], ["--world_size", "999"], ["--world_size", "2", "--threads", "5"]):
+    for flags in (
+        ["--world_size", "2"],
+        ["--world_size", "999"],
+        ["--world_size", "2", "--threads", "5"],
+    ):
         monkeypatch.setattr(sys, "argv", [*common, *flags])
         plain.main()
     assert [args.threads for args in seen] == [max(1, bench.CORES // 2), 1, 5]
@@ -313,8 +407,21 @@ def test_the_baseline_shares_the_cores_and_its_measured_epoch_does_not_end(tmp_p
         monkeypatch.setenv(name, "")
     threads = torch.get_num_threads()
     monkeypatch.setattr(plain.mp, "spawn", lambda train, args, nprocs: train(0, *args))
-    flags = ["--world_size", "1", "--workers", "1", "--batch-size", "8", "--warmup-steps", "2", "--threads", "3"]
-    monkeypatch.setattr(sys, "argv", [*common, *flags, "--measure", "5", "0.2", "--output-dir", str(tmp_path)])
+    flags = [
+        "--world_size",
+        "1",
+        "--workers",
+        "1",
+        "--batch-size",
+        "8",
+        "--warmup-steps",
+        "2",
+        "--threads",
+        "3",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", [*common, *flags, "--measure", "5", "0.2", "--output-dir", str(tmp_path)]
+    )
     try:
         plain.main()
         assert torch.get_num_threads() == 3
@@ -334,7 +441,12 @@ def test_the_baseline_shares_the_cores_and_its_measured_epoch_does_not_end(tmp_p
     "devices, bandwidth, overlap, expected",
     [
         # 100 MiB of gradients, a step of 0.1 s for 100 images, of which 1/15 s is backward.
-        (2, 1000, 2 / 3, 200 / (0.1 + 0.1 - 1 / 15)),  # the ring takes 0.1 s: what outlasts the backward pass
+        (
+            2,
+            1000,
+            2 / 3,
+            200 / (0.1 + 0.1 - 1 / 15),
+        ),  # the ring takes 0.1 s: what outlasts the backward pass
         (4, 1000, 2 / 3, 400 / (0.1 + 0.15 - 1 / 15)),  # 1.5 times the gradient instead of once
         (2, 10_000, 2 / 3, 200 / (0.1 + 0.01 / 4)),  # all hides but the last bucket, 25 MiB
         (2, 1000, 0, 200 / 0.2),  # nothing hides
@@ -347,7 +459,9 @@ def test_the_prediction_by_hand(devices, bandwidth, overlap, expected):
 
 
 def test_a_gradient_of_one_bucket_hides_nothing():
-    assert bench.predicted_rate(1000, 100, 2, 10 * 2**20, 100 * 2**20) == pytest.approx(200 / (0.1 + 0.1))
+    assert bench.predicted_rate(1000, 100, 2, 10 * 2**20, 100 * 2**20) == pytest.approx(
+        200 / (0.1 + 0.1)
+    )
 
 
 @pytest.mark.parametrize(

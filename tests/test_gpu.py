@@ -1,4 +1,5 @@
-"""What a GPU could do differently, on one GPU or on two; with small numbers the same programs run on CPU, too."""
+"""What a GPU could do differently, on one GPU or on two; with small numbers the same programs run
+on CPU, too."""
 
 import json
 import re
@@ -26,12 +27,16 @@ def one_rank():
 
 
 def environment(device):
-    return {**PROGRAMS, **(VISIBLE if device == "cuda" else {}), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return {
+        **PROGRAMS,
+        **(VISIBLE if device == "cuda" else {}),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
 
 
 def train_on(device, directory, runs):
-    """{name: what is left} of runs {name: (processes, recipe, flags, what training_on_device.py takes)}. Left out are
-    those that need more GPUs than there are."""
+    """{name: what is left} of runs {name: (processes, recipe, flags, what training_on_device.py
+    takes)}. Left out are those that need more GPUs than there are."""
     described, scripts, program = {}, [], ROOT / "tests/programs/training_on_device.py"
     for name, (processes, recipe, flags, more) in runs.items():
         if device == "cuda" and more.get("gpus", processes) > GPUS:
@@ -51,7 +56,9 @@ def train_on(device, directory, runs):
         script["env"] = {} if processes > 1 or more.get("alone") else one_rank()
         scripts.append({**script, "flags": [json.dumps(one, default=str)], "patience": 240})
     results = {}
-    for name, (codes, output) in zip(described, forked(scripts, directory, 2, **environment(device)), strict=True):
+    for name, (codes, output) in zip(
+        described, forked(scripts, directory, 2, **environment(device)), strict=True
+    ):
         results[name] = SimpleNamespace(codes=codes, output=output, directory=directory / name)
         if set(codes) == {0}:
             results[name].seen = json.loads((directory / name / "seen.0").read_text())
@@ -61,15 +68,35 @@ def train_on(device, directory, runs):
 
 FP16 = ["--precision", "fp16", "--batch-size", 16, "--checkpoint-every", 7, "--max-steps", 10]
 RUNS = {  # of two epochs of 160 samples
-    "whole": (1, "ddp_cifar", ["--batch-size", 16, "--checkpoint-every", 4], {"deterministic": True}),
+    "whole": (
+        1,
+        "ddp_cifar",
+        ["--batch-size", 16, "--checkpoint-every", 4],
+        {"deterministic": True},
+    ),
     "fast": (1, "ddp_cifar", ["--batch-size", 16, "--checkpoint-every", 4], {}),
-    "fp16": (1, "amp_cifar", FP16, {"deterministic": True, "fp16": True, "disturbances": {"0": [5, "inf"]}}),
+    "fp16": (
+        1,
+        "amp_cifar",
+        FP16,
+        {"deterministic": True, "fp16": True, "disturbances": {"0": [5, "inf"]}},
+    ),
     # 32 test samples in batches of 12: the last has 8.
     "eager": (1, "ddp_cifar", ["--batch-size", 12], {"dropout": 0}),
     "compiled": (1, "ddp_cifar", ["--batch-size", 12, "--compile"], {"dropout": 0}),
-    "sharded": (1, "sharded_cifar", ["--batch-size", 16, "--checkpoint-every", 4], {"deterministic": True}),
+    "sharded": (
+        1,
+        "sharded_cifar",
+        ["--batch-size", 16, "--checkpoint-every", 4],
+        {"deterministic": True},
+    ),
     "step": (1, "ddp_cifar", ["--batch-size", 16], {"disturbances": {"0": [4, "SIGTERM"]}}),
-    "compilation": (1, "ddp_cifar", ["--batch-size", 16, "--compile"], {"when": ["compilation", "SIGINT"]}),
+    "compilation": (
+        1,
+        "ddp_cifar",
+        ["--batch-size", 16, "--compile"],
+        {"when": ["compilation", "SIGINT"]},
+    ),
     "evaluation": (1, "ddp_cifar", ["--batch-size", 16], {"when": ["evaluation", "SIGTERM"]}),
 }
 AGAIN = {
@@ -101,12 +128,16 @@ def trained(request, tmp_path_factory):
 def test_one_rank_is_a_process_group_on_the_gpu(trained):
     device, runs = trained
     seen = runs["whole"].seen
-    assert (seen["backend"], seen["context"]) == (("nccl", True) if device == "cuda" else ("gloo", False))
+    assert (seen["backend"], seen["context"]) == (
+        ("nccl", True) if device == "cuda" else ("gloo", False)
+    )
 
 
 def test_resumed_with_deterministic_algorithms_is_uninterrupted_bit_for_bit(trained):
     _, runs = trained
-    one, other = (content(runs[name].directory / "step-00000020.pt") for name in ("whole", "whole resumed"))
+    one, other = (
+        content(runs[name].directory / "step-00000020.pt") for name in ("whole", "whole resumed")
+    )
     assert_identical(one, other)
     one, other = (load_file(runs[name].weights) for name in ("sharded", "sharded resumed"))
     assert_identical(one, other)
@@ -129,26 +160,40 @@ def test_an_overflow_in_fp16_skips_its_step_and_the_scale_is_resumed(trained):
     scales = [line["loss_scale"] for line in runs["fp16"].train]
     assert [scale / scales[0] for scale in scales] == [1] * 4 + [1 / 2] * 6 and scales[0] > 1
     assert [line["skipped_steps"] for line in runs["fp16"].train] == [0] * 4 + [1] * 6
-    metrics = [untimed((runs[name].directory / "metrics.jsonl").read_text()) for name in ("fp16", "fp16 resumed")]
+    metrics = [
+        untimed((runs[name].directory / "metrics.jsonl").read_text())
+        for name in ("fp16", "fp16 resumed")
+    ]
     assert metrics[0] == metrics[1]
-    one, other = (content(runs[name].directory / "step-00000010.pt") for name in ("fp16", "fp16 resumed"))
+    one, other = (
+        content(runs[name].directory / "step-00000010.pt") for name in ("fp16", "fp16 resumed")
+    )
     assert_identical(one, other)
-    assert other["states"][0]["optimizer"]["param_groups"][0]["fused"] is None, "False: a kernel per parameter"
+    assert other["states"][0]["optimizer"]["param_groups"][0]["fused"] is None, (
+        "False: a kernel per parameter"
+    )
 
 
-def test_compiled_is_eager_over_switches_between_training_and_evaluation_and_a_ragged_batch(trained):
+def test_compiled_is_eager_over_switches_between_training_and_evaluation_and_a_ragged_batch(
+    trained,
+):
     device, runs = trained
     for event, name in (("train", "loss"), ("evaluations", "test_loss")):
-        one, other = ([line[name] for line in getattr(runs[kind], event)] for kind in ("eager", "compiled"))
+        one, other = (
+            [line[name] for line in getattr(runs[kind], event)] for kind in ("eager", "compiled")
+        )
         assert len(one) == (26 if event == "train" else 2)
         assert other == pytest.approx(one, rel=0, abs=0.01 if device == "cuda" else 1e-4)
     seen = runs["compiled"].seen
-    # Training, evaluation, and evaluation of a batch of another size, each once; never again after a switch.
+    # Training, evaluation, and evaluation of a batch of another size, each once; never again after
+    # a switch.
     assert seen["graphs"] == 3 and seen["skipped"] == 0, runs["compiled"].output
     assert runs["eager"].seen["graphs"] == 0 and seen.get("cuda_graphs", True)
 
 
-@pytest.mark.parametrize(("when", "code", "step"), [("step", 143, 4), ("compilation", 130, 1), ("evaluation", 143, 11)])
+@pytest.mark.parametrize(
+    ("when", "code", "step"), [("step", 143, 4), ("compilation", 130, 1), ("evaluation", 143, 11)]
+)
 def test_a_signal_makes_it_save_and_leave(trained, when, code, step):
     """At the end of the step; an evaluation is finished, and one step after it."""
     result = trained[1][when]
@@ -163,7 +208,12 @@ EQUAL = {  # to one rank that accumulates over two microbatches; a pipeline's ba
     "one rank": (1, "ddp_cifar", [*BATCH, 16, *ACCUMULATED], {}),
     "two ranks": (2, "ddp_cifar", [*BATCH, 16], {}),
     "pipeline": (2, "pipeline_cifar", [*BATCH, 32], {}),
-    "sharded": (1, "sharded_cifar", [*BATCH, 16, *ACCUMULATED, "--activation-checkpointing"], {"alone": True}),
+    "sharded": (
+        1,
+        "sharded_cifar",
+        [*BATCH, 16, *ACCUMULATED, "--activation-checkpointing"],
+        {"alone": True},
+    ),
     "sharded over two": (2, "sharded_cifar", [*BATCH, 16], {}),
     "offloaded": (1, "sharded_cifar", [*BATCH, 32, "--cpu-offload"], {"alone": True}),
     "offloaded, two": (2, "sharded_cifar", [*BATCH, 16, "--cpu-offload"], {}),
@@ -176,7 +226,9 @@ EQUAL = {  # to one rank that accumulates over two microbatches; a pipeline's ba
 def equal(request, tmp_path_factory):
     device = request.param
     require(device)
-    runs = {name: (*described, {"plain": True, **more}) for name, (*described, more) in EQUAL.items()}
+    runs = {
+        name: (*described, {"plain": True, **more}) for name, (*described, more) in EQUAL.items()
+    }
     if device == "cpu":
         runs = {name: runs[name] for name in runs if not name.startswith(("offloaded", "cpu"))}
     return device, train_on(device, tmp_path_factory.mktemp(device), runs)
@@ -190,7 +242,9 @@ def test_losses_are_those_of_one_rank(equal, name):
     assert set(runs[name].codes) == {0}, runs[name].output
     tolerance = 2e-3 if device == "cuda" else 1e-5  # convolutions are in TF32
     for event, key in (("train", "loss"), ("evaluations", "test_loss")):
-        one, other = ([line[key] for line in getattr(runs[kind], event)] for kind in ("one rank", name))
+        one, other = (
+            [line[key] for line in getattr(runs[kind], event)] for kind in ("one rank", name)
+        )
         assert len(one) == (10 if event == "train" else 2)
         assert other == pytest.approx(one, rel=0, abs=tolerance)
         assert one[0] - one[-1] > 0.01, "losses that have not moved prove nothing"
@@ -198,7 +252,10 @@ def test_losses_are_those_of_one_rank(equal, name):
 
 def test_cpu_processes_leave_no_context_on_the_gpu(equal):
     device, runs = equal
-    seen = [json.loads(path.read_text())["context"] for path in runs["one rank"].directory.glob("seen.*")]
+    seen = [
+        json.loads(path.read_text())["context"]
+        for path in runs["one rank"].directory.glob("seen.*")
+    ]
     assert seen == [device == "cuda"], "a context on the GPU is not seen"
     if device == "cpu":
         pytest.skip("needs a GPU")
@@ -220,7 +277,11 @@ def parts(request, tmp_path_factory):
     require(device)
     directory, runs, answers = tmp_path_factory.mktemp(device), [], {}
     for index, part in enumerate(PARTS):
-        script = {"processes": 1, "script": ROOT / "tests/programs/parts_on_device.py", "directory": directory}
+        script = {
+            "processes": 1,
+            "script": ROOT / "tests/programs/parts_on_device.py",
+            "directory": directory,
+        }
         script["env"] = one_rank() if part[0] == "synchronisations" else {}
         runs.append({**script, "flags": [directory / f"{index}.json", part[0], device, part[1]]})
     for index, (codes, output) in enumerate(forked(runs, directory, 2, **environment(device))):
@@ -230,7 +291,9 @@ def parts(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("precision", "per_step"), [("no", 0), ("bf16", 0), ("fp16", 1)])
-def test_the_host_waits_for_the_device_in_no_step_but_for_the_scale_in_fp16(parts, precision, per_step):
+def test_the_host_waits_for_the_device_in_no_step_but_for_the_scale_in_fp16(
+    parts, precision, per_step
+):
     counted = parts[1]["synchronisations", precision]
     assert counted == {"in three steps": 3 * per_step, "when read": 1}
 
@@ -238,29 +301,51 @@ def test_the_host_waits_for_the_device_in_no_step_but_for_the_scale_in_fp16(part
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-9), ("bf16", 0.05)])
 def test_the_stages_in_a_row_are_the_whole_model(parts, precision, tolerance):
     answer = parts[1]["chained_stages", precision]
-    assert answer["logits"] < tolerance and answer["gradients"] < tolerance and answer["left out"] == []
+    assert (
+        answer["logits"] < tolerance
+        and answer["gradients"] < tolerance
+        and answer["left out"] == []
+    )
     assert answer["contiguous"] == [True, True]
     inside, outside = ("float64", "float64") if precision == "no" else ("bfloat16", "float32")
     assert answer["types"] == [f"torch.{inside}", f"torch.{inside}", f"torch.{outside}"]
 
 
 def test_replicas_have_the_gradients_of_one_device_and_activations_stay_channels_last(parts):
-    """The weights of all replicas but the first lose it: torch broadcasts them flattened, in the order of NCHW. The
-    convolutions take the layout of their inputs, and convert the weights."""
+    """The weights of all replicas but the first lose it: torch broadcasts them flattened, in the
+    order of NCHW. The convolutions take the layout of their inputs, and convert the weights."""
     device, answers = parts
     require(device, 2 if device == "cuda" else 1)
     answer = answers["replicas", "no"]
     print("device, weight in channels_last, output in channels_last:", *answer["layouts"])
     assert answer["deviation"] < 1e-4 < answer["largest"]
-    assert len({where for where, *_ in answer["layouts"]}) == max(1, GPUS if device == "cuda" else 1)
+    assert len({where for where, *_ in answer["layouts"]}) == max(
+        1, GPUS if device == "cuda" else 1
+    )
     assert all(output for *_, output in answer["layouts"])
 
 
 @pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 def test_launched_saved_and_resumed_without_a_warning(tmp_path):
     """By torchrun, which makes one process a rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 1]
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--max-steps", 4, "--checkpoint-every", 2]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        1,
+    ]
+    flags = [
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--max-steps",
+        4,
+        "--checkpoint-every",
+        2,
+    ]
     common = [*launcher, ROOT / "recipes/amp_cifar.py", *flags, "--output-dir"]
     first, second = tmp_path / "first", tmp_path / "second"
     for more in ([first], [second, "--resume", first / "step-00000002.pt"]):

@@ -1,4 +1,5 @@
-"""gpu_report.py: whatever happens to a part, what the others and it itself have measured is written."""
+"""gpu_report.py: whatever happens to a part, what the others and it itself have measured is
+written."""
 
 import json
 import os
@@ -28,16 +29,24 @@ if name == "hangs":
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """Run these groups of parts; return the exit status, {part: what results.json has}, and the report."""
+    """Run these groups of parts; return the exit status, {part: what results.json has}, and the
+    report."""
     (tmp_path / "parts.py").write_text(PARTS)
 
     def call(*groups, minutes=9):
         titles = {name: name for group in groups for name in group}
         flags = ["--folder", str(tmp_path / "out"), "--minutes", str(minutes)]
         monkeypatch.setattr(sys, "argv", ["gpu_report.py", *flags])
-        for name, value in {"PROGRAM": tmp_path / "parts.py", "GROUPS": groups, "TITLES": titles}.items():
+        for name, value in {
+            "PROGRAM": tmp_path / "parts.py",
+            "GROUPS": groups,
+            "TITLES": titles,
+        }.items():
             monkeypatch.setattr(gpu_report, name, value)
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        before = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         with pytest.raises(SystemExit) as stopped:
             gpu_report.main()
         for number, handler in before.items():
@@ -62,14 +71,20 @@ def test_parts_that_raise_or_hang_keep_what_they_have_and_the_others_run(report)
         "good": "done",
     }
     assert all(part["rows"] == [{"x": 1234.5}, {"x": 1, "y": "z"}] for part in results.values())
-    assert text.count("- begun\n") == 3 and text.count("| x | y |\n| --- | --- |\n| 1,234 |  |\n| 1 | z |\n") == 3
+    assert (
+        text.count("- begun\n") == 3
+        and text.count("| x | y |\n| --- | --- |\n| 1,234 |  |\n| 1 | z |\n") == 3
+    )
     assert "ValueError: broken" in text and "said by hangs" in text and "said by good" not in text
     wait_until(lambda: not hung(results), 5)
 
 
 def test_what_no_time_is_left_for_is_dropped_and_said(report):
     code, results, text = report({"good": 60}, {"last": 60}, minutes=(gpu_report.RESERVED + 5) / 60)
-    assert code == 1 and (results["good"]["status"], results["last"]["status"]) == ("dropped: no time was left", "done")
+    assert code == 1 and (results["good"]["status"], results["last"]["status"]) == (
+        "dropped: no time was left",
+        "done",
+    )
     assert "dropped: no time was left" in text
     assert report({"good": 60})[0] == 0
 
@@ -92,7 +107,14 @@ def test_ctrl_c_ends_what_runs_and_writes_what_is_there(report, tmp_path):
 
 @pytest.mark.slow
 def test_the_training_at_the_end_writes_its_curve(tmp_path):
-    program = [sys.executable, ROOT / "benchmarks/gpu_report_parts.py", "training", "--rehearse", "--folder", tmp_path]
+    program = [
+        sys.executable,
+        ROOT / "benchmarks/gpu_report_parts.py",
+        "training",
+        "--rehearse",
+        "--folder",
+        tmp_path,
+    ]
     process = run([*program, "--seconds", 30, "--data-dir", tmp_path], **PROGRAMS)
     (evaluation,) = json.loads((tmp_path / "training.json").read_text())["rows"]
     assert 0 <= evaluation["test_accuracy"] <= 1, process.stdout

@@ -1,4 +1,5 @@
-"""Parts of a training on CPU or GPU, the functions below: parts_on_device.py ANSWER.json PART DEVICE PRECISION
+"""Parts of a training on CPU or GPU, the functions below: parts_on_device.py ANSWER.json PART
+DEVICE PRECISION
 
 Run by test_gpu.py, as a process of forked.py.
 """
@@ -20,18 +21,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 path, part, device, precision = sys.argv[1:]
 cuda = device == "cuda"
 model, batch_size = ("resnet50", 16) if cuda else ("simple_cnn", 2)
-args = SimpleNamespace(data="synthetic", model=model, stem="imagenet", batch_size=batch_size, split=None)
-vars(args).update(cpu=not cuda, log_every=1, seed=0, tracker=None, output_dir=".", accumulation_steps=1)
+args = SimpleNamespace(
+    data="synthetic", model=model, stem="imagenet", batch_size=batch_size, split=None
+)
+vars(args).update(
+    cpu=not cuda, log_every=1, seed=0, tracker=None, output_dir=".", accumulation_steps=1
+)
 torch.manual_seed(0)
 
 
 class Reads(TorchDispatchMode):
-    """Counts what would make a GPU's host wait: values that are read. On CPU, where torch does not say."""
+    """Counts what would make a GPU's host wait: values that are read. On CPU, where torch does not
+    say."""
 
     count = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
         return function(*arguments, **(options or {}))
 
 
@@ -49,11 +58,17 @@ def synchronisations():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = False
-    signals, sums, batches = recipe.SignalHandler(accelerator), SimpleNamespace(names=[], totals=0), iter(loaders[0])
+    signals, sums, batches = (
+        recipe.SignalHandler(accelerator),
+        SimpleNamespace(names=[], totals=0),
+        iter(loaders[0]),
+    )
 
     def step():
         recipe.seed_rng(0, 0, 0, 0)
-        recipe.Run.add(sums, recipe.train_step(accelerator, model, optimizer, scheduler, next(batches), None))
+        recipe.Run.add(
+            sums, recipe.train_step(accelerator, model, optimizer, scheduler, next(batches), None)
+        )
         signals.should_stop()
 
     def count(*functions):
@@ -74,15 +89,19 @@ def synchronisations():
     count = count if cuda else count_reads
     for _ in range(4):
         step()
-    answer = {"in three steps": count(step, step, step), "when read": count(lambda: sums.totals.sum().item())}
+    answer = {
+        "in three steps": count(step, step, step),
+        "when read": count(lambda: sums.totals.sum().item()),
+    }
     accelerator.free_memory()
     accelerator.end_training()
     return answer
 
 
 def chained_stages():
-    """Both stages of the pipeline, one after the other, against the whole model: how far logits and gradients are from
-    its, relative to their norms; and whether what the stages hand on, and back, is contiguous."""
+    """Both stages of the pipeline, one after the other, against the whole model: how far logits and
+    gradients are from its, relative to their norms; and whether what the stages hand on, and back,
+    is contiguous."""
     recipe = load("recipes/pipeline_cifar.py")
     accelerator = Accelerator(cpu=not cuda, mixed_precision=precision)
     dtype = torch.float64 if precision == "no" else torch.float32
@@ -90,7 +109,10 @@ def chained_stages():
     stages = both_stages(recipe, copy.deepcopy(whole), args, accelerator.autocast)
     first, last = (stage.to(device) for stage in stages)
     images, labels = recipe.synthetic_images(batch_size, seed=4)
-    images, labels = images.to(device).permute(0, 3, 1, 2).to(dtype).sub(128).div(64), labels.to(device)
+    images, labels = (
+        images.to(device).permute(0, 3, 1, 2).to(dtype).sub(128).div(64),
+        labels.to(device),
+    )
     whole.to(device)
     with accelerator.autocast():
         expected = whole(images)
@@ -106,7 +128,10 @@ def chained_stages():
     parameters = dict(whole.named_parameters())
     for name, value in [*first.named_parameters(), *last.named_parameters()]:
         pairs.append((value.grad, parameters.pop(name.replace("/", ".")).grad))
-    one, other = (torch.cat([tensor.flatten().to(dtype) for tensor in side]) for side in zip(*pairs[1:], strict=True))
+    one, other = (
+        torch.cat([tensor.flatten().to(dtype) for tensor in side])
+        for side in zip(*pairs[1:], strict=True)
+    )
     return {
         "logits": ((logits - expected).norm() / expected.norm()).item(),
         "gradients": ((one - other).norm() / other.norm()).item(),
@@ -117,8 +142,8 @@ def chained_stages():
 
 
 def replicas():
-    """DataParallel on all GPUs: its gradients, those of one device, and on which devices a convolution ran, with the
-    weight and with the output in channels_last."""
+    """DataParallel on all GPUs: its gradients, those of one device, and on which devices a
+    convolution ran, with the weight and with the output in channels_last."""
     recipe, layouts = load("recipes/data_parallel_cifar.py"), []
     args.model = "simple_cnn"
     single = recipe.build_model(args).to(device)
@@ -126,10 +151,18 @@ def replicas():
 
     def look(convolution, _, output):
         tensors = convolution.weight, output
-        layouts.append([str(output.device), *(x.is_contiguous(memory_format=torch.channels_last) for x in tensors)])
+        layouts.append(
+            [
+                str(output.device),
+                *(x.is_contiguous(memory_format=torch.channels_last) for x in tensors),
+            ]
+        )
 
     parallel.module[1][0].register_forward_hook(look)
-    images, labels = torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
+    images, labels = (
+        torch.randn(64, 3, 32, 32, device=device),
+        torch.randint(10, (64,), device=device),
+    )
     batch = images.contiguous(memory_format=torch.channels_last), labels
     for model in (single, parallel):
         recipe.mean_loss(recipe.compute_loss(model, batch)).backward()

@@ -1,8 +1,9 @@
-"""A whole training on CPU or GPU. Run by test_gpu.py, as a process of forked.py: training_on_device.py RUN.json
+"""A whole training on CPU or GPU. Run by test_gpu.py, as a process of forked.py:
+training_on_device.py RUN.json
 
-RUN.json is as in disturbed_training.py, and besides:
-`deterministic` algorithms; `fp16` on CPU, with the scaler of a GPU; `when` it gets a signal, with all that it has
-started: in its first "compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/seen.RANK.
+RUN.json is as in disturbed_training.py, and besides: `deterministic` algorithms; `fp16` on CPU,
+with the scaler of a GPU; `when` it gets a signal, with all that it has started: in its first
+"compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/seen.RANK.
 """
 
 import ctypes
@@ -26,10 +27,15 @@ def has_cuda_context():
     except OSError:
         return False
     flags, active, devices = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuDeviceGetCount(ctypes.byref(devices)):  # an error: it was never initialised, or sees no device
+    if driver.cuDeviceGetCount(
+        ctypes.byref(devices)
+    ):  # an error: it was never initialised, or sees no device
         return False
     for device in range(devices.value):
-        assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+        assert (
+            driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+            == 0
+        )
         if active.value:
             return True
     return False
@@ -47,7 +53,9 @@ def observe():
     if seen["graphs"] and run["device"] == "cuda":
         from torch._inductor.cudagraph_trees import get_manager
 
-        seen["cuda_graphs"] = get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+        seen["cuda_graphs"] = (
+            get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+        )
     Path(run["directory"], f"seen.{os.environ.get('RANK', 0)}").write_text(json.dumps(seen))
 
 
@@ -92,7 +100,9 @@ def prepare(recipe):
         if run.get("fp16"):
             recipe.choose_precision = lambda args: ("fp16", "by the test")
         # What comes before the compiler proper, which takes half a minute on CPU.
-        nn.Module.compile = lambda module, mode, own=nn.Module.compile: own(module, backend="aot_eager")
+        nn.Module.compile = lambda module, mode, own=nn.Module.compile: own(
+            module, backend="aot_eager"
+        )
 
 
 disturbed_training.train(run, prepare)
