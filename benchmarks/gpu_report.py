@@ -14,6 +14,7 @@ failed or was dropped, and 130 after Ctrl-C.
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ RESERVED = 60  # seconds that no part but the last one may take
 # timed.
 GROUPS = [
     {"machine": 30, "tests": 200, "compile_cache": 200},
-    {"images": 170},
+    {"images": 190},
     {"profile": 40},
     {"variants": 70},
     {"epoch": 60},
@@ -65,12 +66,13 @@ class Part:
             "--folder",
             args.folder,
         ]
-        command += ["--data-dir", args.data_dir, *(["--rehearse"] if args.rehearse else [])]
+        command += ["--data-dir", args.data_dir]
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if args.rehearse else {})}
         with open(args.folder / f"{self.name}.log", "w") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             # In a session of its own: Ctrl-C is for this process, which ends the parts.
             self.process = subprocess.Popen(
-                list(map(str, command)), start_new_session=True, **streams
+                list(map(str, command)), env=environment, start_new_session=True, **streams
             )
         self.status = "running"
 

@@ -46,6 +46,7 @@ def main(tmp_path, monkeypatch):
 
         monkeypatch.setattr(bench.Configuration, "run", run)
         monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(bench, "has_bf16", lambda: True)
         monkeypatch.setenv("COLUMNS", "80")
         command = [
             "bench.py",
@@ -222,21 +223,24 @@ def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, cap
     assert code == "bench: 1 GPU(s), but RuntimeError: The NVIDIA driver is too old" and paths == {}
 
 
+TRACEBACK = "echo Traceback; exit 2"
+
+
 @pytest.mark.parametrize(
     "script, failure, unavailable",
     [
         (
-            "echo amp_cifar: error: Tesla T4 has no bf16, choose --precision fp16; exit 2",
+            f"echo amp_cifar: error: Tesla T4 has no bf16, choose another; {TRACEBACK}",
             None,
-            "Tesla T4 has no bf16",
+            "exit code 2\namp_cifar: error: Tesla T4 has no bf16, choose another",
         ),
         (
-            "echo amp_cifar: error: fp16 needs a GPU, on CPU choose bf16; echo Traceback; exit 2",
+            f"echo amp_cifar: error: fp16 needs a GPU; {TRACEBACK}",
             None,
-            "fp16 needs a GPU",
+            "exit code 2\namp_cifar: error: fp16 needs a GPU",
         ),
         (
-            "echo amp_cifar: error: broken; echo Traceback; exit 2",
+            f"echo amp_cifar: error: broken; {TRACEBACK}",
             "exit code 2\namp_cifar: error: broken",
             None,
         ),
@@ -245,16 +249,101 @@ def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, cap
     ],
 )
 def test_how_a_run_may_end(script, failure, unavailable, monkeypatch):
+    monkeypatch.setattr(bench, "has_bf16", lambda: True)
     one = bench.Configuration("amp_cifar", 1)
     monkeypatch.setattr(bench.Configuration, "command", lambda *_: ["sh", "-c", script])
     one.run(SimpleNamespace(timeout=0.5))
     assert one.failure == failure and one.outcome() == ("failed" if failure else "n/a")
-    assert one.unavailable is None or unavailable in one.unavailable
+    assert one.unavailable == unavailable
     one.run(None)  # not again
 
 
+@pytest.fixture
+def run_stub(tmp_path, monkeypatch):
+    """Run the bench's configurations with these lines as their program; return the exit status and
+    the table, as `main` writes it."""
+
+    def call(lines, *recipes):
+        stub = tmp_path / "stub.py"
+        stub.write_text(lines)
+        monkeypatch.setattr(bench, "has_bf16", lambda: True)
+        command = [sys.executable, str(stub)]
+        monkeypatch.setattr(bench.Configuration, "command", lambda self, *_: [*command, self.name])
+        monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+        flags = ["--rounds", "1", "--processes", "1", "--output-dir", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["bench.py", *flags, "--recipes", *recipes])
+        with pytest.raises(SystemExit) as exit:
+            bench.main()
+        return exit.value.code
+
+    return call
+
+
+OUT_OF_MEMORY = """
+import sys, torch
+torch.manual_seed(0)
+if sys.argv[1] == "ddp_cifar":
+    {what}
+sys.exit("another error")
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')",
+        "torch.empty(2**60)",
+    ],
+)
+def test_what_runs_out_of_memory_is_no_failure_of_the_bench(what, run_stub, capsys):
+    """The error is far from the end of the log, as in that of a launcher."""
+    many_lines = "\n    finally: print('\\n'.join(map(str, range(50))))"
+    program = OUT_OF_MEMORY.format(what=f"try: {what}{many_lines}")
+    assert run_stub(program, "ddp_cifar") == 0
+    output, errors = capsys.readouterr()
+    assert "round 1/1: ddp_cifar on 1: n/a\n" in output and "n/a: ddp on 1: " in output
+    (line,) = [line for line in errors.splitlines() if line.startswith("bench: ")]
+    assert line.startswith("bench: ddp_cifar on 1 n/a: ") and "allocate" in line
+    assert run_stub(program, "ddp_cifar", "amp_cifar") == 1
+    assert "amp_cifar on 1 failed: exit code 1\nanother error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "emulates"),
+    [
+        ("amp_cifar", True),
+        ("amp_cifar --precision bf16", True),
+        ("pipeline_cifar --precision=bf16 --microbatches 4", True),
+        ("amp_cifar --precision fp32", False),
+        ("sharded_cifar", False),
+        ("plain_ddp_cifar", False),
+    ],
+)
+def test_emulated_bf16_is_not_measured(recipe, emulates, monkeypatch):
+    monkeypatch.setattr(bench, "has_bf16", lambda: False)
+    one = bench.Configuration(recipe, 2)
+    assert one.outcome() == ("n/a" if emulates else "")
+    assert not emulates or "no bf16 instructions" in one.unavailable
+    if emulates:
+        one.run(None)  # takes no time: the rounds go to the others
+    monkeypatch.setattr(bench, "GPUS", 2)  # of which the recipes know themselves
+    assert bench.Configuration(recipe, 2).outcome() == ""
+    monkeypatch.setattr(bench, "GPUS", 0)
+    monkeypatch.setattr(bench, "has_bf16", lambda: True)
+    assert bench.Configuration(recipe, 2).outcome() == ""
+
+
+def test_bf16_is_asked_of_the_recipes(monkeypatch):
+    for has in (True, False):
+        bench.has_bf16.cache_clear()
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has})
+        assert bench.has_bf16() == has
+    bench.has_bf16.cache_clear()
+
+
 def test_the_recipes_still_say_so_where_hardware_is_missing():
-    errors = re.findall(r"exit_with_error\((.*)\)", (ROOT / "recipes/amp_cifar.py").read_text())
+    text = (ROOT / "recipes/amp_cifar.py").read_text()
+    errors = re.findall(r"exit_with_error\((.*)\)", text)
     assert len([error for error in errors if bench.UNAVAILABLE.search(error)]) == 2
 
 
@@ -360,7 +449,7 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
     assert warmed_up_at - after <= sample["start_seconds"] <= warmed_up_at - before < 0
     for (_, output), words in zip(answers[2:], ("2 processes", "1 processes"), strict=True):
         assert words in output
-        for loop in ("full", "cached", "bare", "alone", "convolutions"):
+        for loop in ("full", "cached", "bare", "alone", "convolutions", "recipe"):
             assert f"  {loop:12} " in output, output
         for meaning in (
             "fed one cached batch",

@@ -128,9 +128,9 @@ def trained(request, tmp_path_factory):
 def test_one_rank_is_a_process_group_on_the_gpu(trained):
     device, runs = trained
     seen = runs["whole"].seen
-    assert (seen["backend"], seen["context"]) == (
-        ("nccl", True) if device == "cuda" else ("gloo", False)
-    )
+    expected = ("nccl", True) if device == "cuda" else ("gloo", False)
+    assert (seen["backend"], seen["context"]) == expected
+    assert seen["ddp"] and runs["compiled"].seen["ddp"]
 
 
 def test_resumed_with_deterministic_algorithms_is_uninterrupted_bit_for_bit(trained):
@@ -169,7 +169,7 @@ def test_an_overflow_in_fp16_skips_its_step_and_the_scale_is_resumed(trained):
         content(runs[name].directory / "step-00000010.pt") for name in ("fp16", "fp16 resumed")
     )
     assert_identical(one, other)
-    assert other["states"][0]["optimizer"]["param_groups"][0]["fused"] is None, (
+    assert other["states"]["optimizer"]["param_groups"][0]["fused"] is None, (
         "False: a kernel per parameter"
     )
 
@@ -203,7 +203,7 @@ def test_a_signal_makes_it_save_and_leave(trained, when, code, step):
 
 
 BATCH = ["--max-steps", 10, "--batch-size"]
-ACCUMULATED = ["--accumulation-steps", 2]
+ACCUMULATED = ["--global-batch-size", 32]
 EQUAL = {  # to one rank that accumulates over two microbatches; a pipeline's batch is that of two processes
     "one rank": (1, "ddp_cifar", [*BATCH, 16, *ACCUMULATED], {}),
     "two ranks": (2, "ddp_cifar", [*BATCH, 16], {}),

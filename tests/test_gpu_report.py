@@ -111,7 +111,6 @@ def test_the_training_at_the_end_writes_its_curve(tmp_path):
         sys.executable,
         ROOT / "benchmarks/gpu_report_parts.py",
         "training",
-        "--rehearse",
         "--folder",
         tmp_path,
     ]
