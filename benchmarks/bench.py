@@ -400,7 +400,7 @@ def overhead(args):
     """Print what metrics, hang detection, data, Accelerate, DDP and everything but the convolutions
     add to a step."""
     recipe = load(args.overhead)
-    vars(args).update(seed=0, cpu=not GPUS, tracker=None, log_every=args.steps, precision=None)
+    vars(args).update(seed=0, cpu=not GPUS, tracker=None, log_every=args.steps, threads=None)
     args.precision = "fp32"
     if args.overhead == "amp_cifar":
         args.precision = None

@@ -185,6 +185,7 @@ def main():
     steps = Steps(train_loader, accumulation, args)
 
     model = load_weights(accelerator, build_model(args), args)
+    check_weights_are_fp32(model, args.precision)
     if args.compile:  # in place: keeps the state dict's names
         # No CUDA graphs when accumulating: each replay would overwrite the gradients before.
         model.compile(mode="reduce-overhead" if accumulation == 1 else "default")
@@ -259,7 +260,8 @@ def checked(metrics):
     if not isinstance(metrics, dict) or "loss" not in metrics:
         found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
         exit_with_error(f"compute_loss returned {found}: {example}, also in evaluations")
-    for name, value in metrics.items():
+    for name in ("loss", *metrics):
+        value = metrics[name]
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
         if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
             tokens = 'for tokens, each sequence\'s mean and their number as "weight"'
@@ -281,7 +283,9 @@ def divide_by_mean_weight(accelerator, model, metrics):
     if "weight" not in metrics[0]:
         return
     weights = torch.cat([one["weight"].detach().float() for one in metrics])
-    mean_weight = accelerator.reduce(weights.mean(), "mean")
+    sums = torch.stack([weights.sum(), torch.ones_like(weights).sum()])
+    total, samples = accelerator.reduce(sums)
+    mean_weight = total / samples
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= mean_weight
@@ -405,7 +409,7 @@ class Metrics:
         sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
         values, _ = means(self.names, sums.sum(0))
         loss = list(values).index("loss")
-        self.exit_if_not_finite(values, sums[:, loss] + norms[:, 0])
+        self.exit_if_not_finite(values, sums[:, loss], norms[:, 0])
         values["learning_rate"] = learning_rate
         values["grad_norm"] = None if grad_norm is None else float(grad_norm)
         values["samples_per_second"] = self.throughput(seconds)
@@ -418,10 +422,12 @@ class Metrics:
         self.last_line = self.step
         self.start_clock()
 
-    def exit_if_not_finite(self, values, by_rank):
-        """Exit if `by_rank`, loss plus norm of the weights of each rank, is not; warn of others."""
-        if not math.isfinite(by_rank.sum()):
-            ranks = (~by_rank.isfinite()).nonzero().flatten().tolist()
+    def exit_if_not_finite(self, values, losses, weight_norms):
+        """Exit if the loss or the weights of a rank are not; warn of other metrics."""
+        # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
+        wrong = ~(losses if not losses.isfinite().all() else weight_norms).isfinite()
+        if wrong.any():
+            ranks = wrong.nonzero().flatten().tolist()
             where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
             remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
             message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
@@ -429,7 +435,8 @@ class Metrics:
         for name, value in values.items():
             if not math.isfinite(value) and name not in self.warned:
                 self.warned.add(name)
-                print(f"{RECIPE}: warning: {name} is {value} at step {self.step}", file=sys.stderr)
+                text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
+                self.accelerator.print(text, file=sys.stderr)
 
     def throughput(self, seconds):
         """Return the samples per second since the last line, or None where it is warm-up."""
@@ -814,8 +821,9 @@ class Checkpoints:
             differences = [
                 f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
             ]
-            settings = [f"--{name.replace('_', '-')} {theirs[name]}" for name in flags]
-            remedy = f"continue it with {' '.join(settings)}, or " if flags else ""
+            remedy = ""
+            if flags and "recipe" not in flags:
+                remedy = f"continue it {to_type({name: theirs[name] for name in flags})}, or "
             raise CheckpointError(
                 f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
                 f"{remedy}choose another --output-dir"
@@ -868,7 +876,10 @@ class Checkpoints:
         try:
             self.write(without_numpy(content), path)
             if self.accelerator.is_main_process:
-                for old in sorted(self.directory.glob(self.pattern))[: -self.config["keep"]]:
+                saved = sorted(self.directory.glob(self.pattern))
+                # Not the later ones: those were skipped, because they are damaged.
+                saved = saved[: saved.index(path) + 1]
+                for old in saved[: -self.config["keep"]]:
                     self.delete(old)
         except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"
@@ -878,6 +889,20 @@ class Checkpoints:
             exit_together(metrics, 1, message)
         self.last_step = step
         self.saved_at = time.monotonic()
+
+
+def to_type(values):
+    """Return what to type to have these values of flags: "with --lr 0.1 and without --compile"."""
+    given = []
+    left_out = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            left_out.append(flag)
+        else:
+            given.append(flag if value is True else f"{flag} {value}")
+    parts = {"with": given, "without": left_out}
+    return " and ".join(" ".join([word, *flags]) for word, flags in parts.items() if flags)
 
 
 def save_to_disk(content, path):
@@ -1145,7 +1170,7 @@ def exit_with_error(message):
     find the same error at the same time, the first one of the machine prints it."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank != 0:
-        wait_for_launcher(5)
+        wait_for_launcher(4 + rank)
         message = f"rank {os.environ['RANK']}: {message}"
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -1165,6 +1190,7 @@ def wait_for_launcher(seconds):
 def report_exception(kind, error, trace):
     """Print an error that nothing has caught and exit; of one that only says that another process
     has ended, a line, and only if that one's error does not end this process first."""
+    sys.stderr = sys.__stderr__  # torch's hook calls this one, and would print only after it
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in lost):
         wait_for_launcher(10)
@@ -1517,6 +1543,15 @@ def choose_precision(args):
     if precision == "fp16" and not on_gpu:
         exit_with_error("fp16 needs a GPU, on CPU choose --precision bf16")
     return precision, chosen_by
+
+
+def check_weights_are_fp32(model, precision):
+    """Exit with an error if weights are in 16 bits, as those of pretrained models often are: then
+    fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision != "fp32" and types - {torch.float32, torch.float64}:
+        remedy = "mixed precision needs fp32: return model.float()"
+        exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
 
 
 def loss_scaling(accelerator, scheduler, step):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The "before": ResNet-50 on CIFAR-10 with several processes, as tutorials write it in bare torch.distributed.
+"""The "before": ResNet-50 on CIFAR-10 as tutorials write it in bare torch.distributed.
 
     python recipes/plain_ddp_cifar.py --world_size 4
 
-Read it beside ddp_cifar.py: this is the baseline for its speed and its accuracy, so it keeps what tutorials do:
-per-sample transforms in worker processes, unchanged ResNet-50 in fp32, a constant learning rate that knows nothing of
-the number of processes, a loss that is read back in every step and printed for one rank only. It shares the cores
-among its processes, as the recipes do. Most tutorials forget this with `mp.spawn`: try `--threads`.
+Read it beside ddp_cifar.py: this is the baseline for its speed and its accuracy, so it keeps what
+tutorials do: per-sample transforms in worker processes, unchanged ResNet-50 in fp32, a constant
+learning rate that knows nothing of the number of processes, a loss that is read back in every step
+and printed for one rank only. It shares the cores among its processes, as the recipes do. Most
+tutorials forget this with `mp.spawn`: try `--threads`.
 """
 
 import argparse
@@ -33,12 +34,11 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def synthetic_images(samples, seed):
-    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
+    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8
+    and (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = (
-        128
-        + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
-    )
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * patterns.contiguous()
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
     images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
@@ -85,7 +85,7 @@ def make_model(args):
 
 
 class EndlessSampler(DistributedSampler):
-    """One epoch that never ends: a short one would have the start of the workers measured over and over."""
+    """One epoch that never ends: of a short one, the start of the workers would be measured."""
 
     def __iter__(self):
         while True:
@@ -150,8 +150,8 @@ def train(rank, args, port):
             clock = time.perf_counter()
             if rank == 0 and index % 10 == 9:
                 print(
-                    f"epoch {epoch + 1} batch {index + 1}/{len(loader)} loss {running_loss / (index + 1):.3f} "
-                    f"accuracy {correct / total:.1%}",
+                    f"epoch {epoch + 1} batch {index + 1}/{len(loader)} "
+                    f"loss {running_loss / (index + 1):.3f} accuracy {correct / total:.1%}",
                     flush=True,
                 )
             if done:

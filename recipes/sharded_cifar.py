@@ -1,34 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fully sharded data parallelism: parameters, gradients and optimizer state divided among all processes (FSDP2).
+"""Fully sharded data parallelism: the model divided among all processes (FSDP2).
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py
-    accelerate launch --config_file accelerate_configs/8gpu.yaml recipes/sharded_cifar.py --replicas 2
-    accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py --precision bf16
+    torchrun --nproc_per_node 8 recipes/sharded_cifar.py --replicas 2 --precision bf16
 
-For a model that does not fit on one GPU. Each of N processes keeps 1/N of every block; a block is all-gathered for its
-forward and its backward pass, then freed, and its gradients are reduce-scattered (Rajbhandari et al. 2020,
-arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277). The training is that of ddp_cifar.py at the same global batch.
-Accelerate's own FSDP plugin needs GPUs: it supplies processes, devices, data and optimizer here, torch the sharding.
+For a model that does not fit on one GPU: each of N processes keeps 1/N of the parameters, gradients
+and optimizer state. A block is gathered for its forward and its backward pass, and then freed. The
+training is that of ddp_cifar.py. The same command again continues a run that was interrupted.
 
-No GPU ever holds all parameters (but all gradients, with --accumulation-steps and without --sync-each-batch). The main
-process builds the whole model in CPU memory (beside --weights, if given), and sends each rank its shards. If it does
-not fit there, skip `send_weights` and let each rank fill its shards: by the modules' `reset_parameters()` (the weights
-then depend on the world size), or by `dcp.load` from a checkpoint of this recipe or any folder of .safetensors files.
-
-BatchNorm normalises over a process's own batch, as in ddp_cifar.py. Its running statistics are not sharded, and every
-process has its own: all evaluate with the main process's, which are those that are saved.
-
-To make this file yours, replace `load_data`, `build_model` and `compute_loss`, and change what you like above the line
-"machinery". Below it is shared code: checkpoints and resuming, signals, metrics, flags. Of that, only --data,
---data-dir, --model, --stem and the data sets at the end are specific to this example.
-`shard_units` has to know your model's blocks, and `build_model` is called on the meta device, too: no `.item()` there,
-buffers instead of plain tensors, and no parameters without dimensions, which FSDP cannot shard. With
---activation-checkpointing, forward passes must not change other buffers than running statistics: they are repeated.
-On several machines the output directory has to be one that all share.
+To make this file yours, replace `load_data`, `build_model`, `compute_loss`, `add_flags` and, if
+your model's blocks are elsewhere, `shard_units`; `shard` says what a model has to observe. Below
+the line "machinery" is code that all recipes share, and behind it how the model is sharded.
 """
 
 import argparse
-import atexit
 import gc
 import hashlib
 import json
@@ -40,76 +25,67 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
+import uuid
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ContextDecorator, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from pickle import UnpicklingError
 
 import accelerate
 import numpy
-import psutil
 import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from torch import distributed, nn
+from torch.distributed import DeviceMesh, fsdp
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as checkpointed
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import DataLoader, Dataset
 
-RECIPE = "sharded_cifar"
+
+def add_flags(add):
+    """Declare this example's flags; the others are in `parse_args`. Those that a resumed run may
+    change have `may_differ`. Replace this."""
+    add("--data", "synthetic needs no files", choices=("cifar10", "synthetic"), default="cifar10")
+    add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data", may_differ=True)
+    add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
+    add("--stem", "of resnet50: 3x3, or 7x7", choices=("cifar", "imagenet"), default="cifar")
+    add("--clip-norm", "clip the gradient to this norm", type=positive_float)
+    add_sharding_flags(add)  # of this technique, whatever is trained
 
 
 def load_data(args, accelerator):
-    """Return the DataLoaders of (images, labels) batches for training and test. Replace this with your own data.
+    """Return the DataLoaders of (images, labels) for training and test. Replace this.
 
-    Write them as for one process, without DistributedSampler: Accelerate divides the batches among the processes. Any
-    map-style Dataset works, also with random transforms and workers: see `SeededSamples`. To download, see `cifar10`.
+    Write them as for one process, without DistributedSampler: Accelerate divides the batches among
+    the processes. Any map-style Dataset works, also with random transforms and workers: see
+    `SeededSamples`. To download, see `cifar10`.
     """
     if args.data == "synthetic":
-        train_set, test_set = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
+        train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
     else:
-        train_set, test_set = cifar10(args.data_dir, accelerator)
-    train_set = ImageTensors(*train_set, accelerator.device, augmentation_seed=args.seed)
-    test_set = ImageTensors(*test_set, accelerator.device)
-    options = {
-        "batch_size": args.batch_size,
-        "collate_fn": tuple,
-    }  # ImageTensors makes whole batches
-    return DataLoader(train_set, shuffle=True, drop_last=True, **options), DataLoader(
-        test_set, **options
-    )
+        train_images, test_images = cifar10(args.data_dir, accelerator)
+    train_set = ImageTensors(*train_images, accelerator.device, augmentation_seed=args.seed)
+    test_set = ImageTensors(*test_images, accelerator.device)
+    options = {"batch_size": args.batch_size, "collate_fn": tuple}  # ImageTensors makes batches
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(test_set, **options)
 
 
 def build_model(args):
-    """Return the model, on the CPU: (B, 3, H, W) images in, (B, classes) logits out. Replace this with your own."""
+    """Return the model, on the CPU: (B, 3, H, W) in, (B, classes) logits out. Replace this."""
     if args.model == "simple_cnn":
         model = nn.Sequential(
             nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -117,400 +93,550 @@ def build_model(args):
             nn.Sequential(nn.Flatten(), nn.Linear(128, 10)),
         )
     else:
-        model = torchvision.models.resnet50(
-            num_classes=10, zero_init_residual=True
-        )  # blocks begin as the identity
-        if (
-            args.stem == "cifar"
-        ):  # 32 x 32 images are small already: do not shrink them fourfold before the first block
-            model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model.to(
-        memory_format=torch.channels_last
-    )  # the layout in which convolutions are fastest
+        # zero_init_residual: each block begins as the identity.
+        model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
+        if args.stem == "cifar":
+            # 32 x 32 images are small already: do not shrink them fourfold before the first block.
+            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+            model.maxpool = nn.Identity()
+    return model.to(memory_format=torch.channels_last)  # in which convolutions are fastest
 
 
 def compute_loss(model, batch):
-    """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this with your own.
+    """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
-    Call `model` itself, not its methods: its forward pass is what synchronises the gradients. The mean of "loss" is
-    minimised, the means of all are reported. If samples count unequally, add "weight": (B,). For sequences, "loss" is
-    then each one's mean over its tokens, and "weight" their number; the loss is the weighted mean within a microbatch,
-    and microbatches and processes count equally.
+    Call `model` itself, not its methods: its forward pass is what synchronises the gradients. The
+    mean of "loss" is minimised, the means of all are reported. If samples count unequally, add
+    "weight": (B,): means and gradients are then weighted over the whole global batch. For
+    sequences, "loss" is each one's mean over its tokens, "weight" their number.
     """
     images, labels = batch
     logits = model(images)
-    return {
-        "loss": F.cross_entropy(logits, labels, reduction="none"),
-        "accuracy": logits.argmax(1) == labels,
-    }
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": loss, "accuracy": logits.argmax(1) == labels}
 
 
 def shard_units(model):
-    """Return the modules to shard one by one, of which about two are whole at a time (one prefetched): the elements of
-    every nn.Sequential and nn.ModuleList, but not what is inside them. These are the blocks of torchvision's ResNets
-    and transformers, and the layers of a plain Sequential. What is in none of them is sharded with the root.
-
-    Replace this where your model's blocks are elsewhere. A unit must not share a parameter with another or with the
-    root, and all processes have to run the same units in the same order (of LayerDrop: multiply the output by 0).
-    """
+    """Return the modules to shard one by one, of which about two are whole at a time: the elements
+    of each nn.Sequential and nn.ModuleList, as the blocks of ResNets and transformers mostly
+    are. All else is sharded with the root. Replace this where your model's blocks are elsewhere."""
     units = []
     for child in model.children():
-        listed = (
-            isinstance(model, nn.Sequential | nn.ModuleList)
-            and type(child).forward is not nn.Module.forward
-        )
-        units += [child] if listed else shard_units(child)
+        has_forward = type(child).forward is not nn.Module.forward  # not so a ModuleList
+        listed = isinstance(model, nn.Sequential | nn.ModuleList)
+        units += [child] if listed and has_forward else shard_units(child)
     return [unit for unit in units if any(True for _ in unit.parameters())]
 
 
-def shard(model, args, mesh, bf16):
-    """Shard the units of a model on the meta device over the mesh, and then what is left of it."""
-    options = {
-        "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
-    }
-    fp32, precision = MixedPrecisionPolicy(), MixedPrecisionPolicy()
-    if bf16:  # gathered and computed in bf16; gradients reduced in fp32
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model.to(
-        memory_format=torch.contiguous_format
-    )  # FSDP requires it; activations stay channels_last
-    for unit in [*shard_units(model), model]:
-        norms = [
-            module
-            for module in unit.modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)
-        ]
-        if args.activation_checkpointing and unit is not model:
-            checkpoint_activations(unit, norms)
-        own = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
-        if bf16 and own:  # a separate group: fp32 statistics need fp32 weights
-            fully_shard(own, mp_policy=fp32, **options)
-        if bf16 and unit is model:
-            precision = replace(precision, output_dtype=torch.float32)  # for the loss
-        fully_shard(unit, mp_policy=precision, **options)
-
-
-def checkpoint_activations(unit, norms):
-    """Keep only the inputs of a unit's forward pass; the backward pass repeats it, without counting its batch in the
-    running statistics of its BatchNorms and InstanceNorms, `norms`, once more."""
-
-    @contextmanager
-    def frozen_statistics():
-        kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-        for norm in norms:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
-        try:
-            yield
-        finally:
-            for norm, (momentum, count) in zip(norms, kept, strict=True):
-                norm.momentum, norm.num_batches_tracked = momentum, count
-
-    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), frozen_statistics())}
-    unit.forward = partial(checkpointed, unit.forward, **options)
-
-
-def send_weights(whole, model, accelerator, mesh, offload):
-    """Fill the shards, and the buffers, from the main process's `whole` model (None elsewhere), tensor by tensor."""
-    model.to_empty(device="cpu" if offload else accelerator.device)
-    tensors = dict(chain(whole.named_parameters(), whole.named_buffers())) if whole else {}
-    for name, value in chain(model.named_parameters(), model.named_buffers()):
-        tensor = torch.empty(value.shape, dtype=value.dtype, device=accelerator.device)
-        if whole:
-            tensor.copy_(tensors[name].detach())
-        if isinstance(value, DTensor):
-            value.to_local().detach().copy_(
-                distribute_tensor(tensor, mesh, value.placements).to_local()
-            )
-        else:
-            distributed.broadcast(tensor, 0)
-            value.data = tensor
-
-
-def train_step(accelerator, model, optimizer, scheduler, batch, clip_norm=None):
-    """Run one batch forward and backward; after the last of `accumulation_steps`, step optimizer and scheduler.
-
-    Returns the metrics of `compute_loss`, on the device: reading them here would synchronise in every step.
-    """
-    with accelerator.accumulate(model):
-        metrics = compute_loss(model, batch)
-        accelerator.backward(mean_loss(metrics))
-        if clip_norm and accelerator.sync_gradients:
-            accelerator.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        if (
-            accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
-        ):  # fp16 skips on overflow
-            scheduler.step()
-        optimizer.zero_grad()
-    return metrics
+def make_optimizer(model, args, total_steps):
+    """Return the optimizer, and the schedule of its learning rate."""
+    peak = args.lr * args.global_batch_size / 128
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    # Not fused: torch has no fused SGD for sharded parameters (it has Adam and AdamW).
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
+    factor = partial(lr_lambda, total_steps=max(1, total_steps))
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def lr_lambda(step, total_steps):
-    """Return the factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up over the first
-    fifth of the run, then linear decay to zero. The peak scales linearly with the global batch, which needs the warm-up
-    (Goyal et al. 2017, arXiv:1706.02677)."""
+    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up
+    over the first fifth of the run, then linear decay to zero. The peak scales linearly with the
+    global batch, which needs the warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
     warmup = max(1, total_steps // 5)
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
+def train_step(accelerator, model, optimizer, scheduler, microbatches, seed, clip_norm):
+    """Take one optimizer step. Return the metrics of each microbatch, and the gradient's norm
+    before clipping to `clip_norm` (inf: only measured; None: neither). All stay on the device:
+    reading them here would make the host wait for it in every step."""
+    metrics = []
+    for index, batch in enumerate(microbatches):
+        seed_rng(*seed, index, accelerator.process_index)  # a resumed run repeats dropout
+        with accelerator.accumulate(model):  # gradients are averaged in the last microbatch
+            metrics.append(checked(compute_loss(model, batch)))
+            accelerator.backward(mean_loss(metrics[-1]))
+    divide_by_mean_weight(accelerator, model, metrics)
+    grad_norm = None
+    if clip_norm is not None:
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm).full_tensor()
+    optimizer.step()
+    if not accelerator.optimizer_step_was_skipped:  # as in fp16, when gradients overflow
+        scheduler.step()
+    optimizer.zero_grad()
+    return metrics, grad_norm
+
+
 @torch.no_grad()
-def evaluate(accelerator, model, loader):
-    """Return {"test_loss": mean, ..., "samples": n}, each sample counted once; exit with an error if any is missing."""
-    frozen = [module for module in model.modules() if not module.training]  # to stay in eval mode
-    model.eval()
-    utils.broadcast(
-        list(model.buffers())
-    )  # in place: all ranks evaluate with rank 0's BatchNorm statistics
-    loader.set_epoch(0)  # the same random transforms in each evaluation
-    totals = 0
-    for index, batch in enumerate(loader):
-        seed_rng("evaluation", index, accelerator.process_index)
-        metrics = compute_loss(model, batch)
-        totals += accelerator.gather_for_metrics(sample_rows(metrics)).sum(
-            0
-        )  # drops the last batches' padding
-    model.train()  # undoes what a module may do in `eval`, such as merging weights
-    for module in frozen:
-        module.training = False
-    return test_metrics(metrics, totals.tolist(), len(loader.dataset))
-
-
-def training_loop(run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args):
-    """Train from the step at which `run` begins, and evaluate after each epoch; return the last evaluation."""
-    for epoch in run.epochs():
-        for step, microbatches in run.steps(epoch, train_loader):
-            learning_rate = scheduler.get_last_lr()[0]
-            for index, batch in enumerate(microbatches):
-                seed_rng(
-                    args.seed, step, index, accelerator.process_index
-                )  # a resumed run repeats dropout
-                run.add(train_step(accelerator, model, optimizer, scheduler, batch, args.clip_norm))
-            run.finish_step(step, learning_rate)  # metrics, checkpoint, signals
-        test = evaluate(accelerator, model, test_loader)
-        run.write("evaluation", test)
-    return test
-
-
-def save_weights(model, path, is_main_process):
-    """Write model.safetensors, gathered tensor by tensor: no process ever holds the whole model for it."""
-    names = {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-    }
-    names |= {
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-    }
-    names |= {torch.bool: "BOOL", torch.complex64: "C64"}
-    # Largest elements first: aligned without gaps, as the format demands.
-    values = sorted(model.state_dict().items(), key=lambda item: -item[1].element_size())
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, value in values:
-        begin, end = end, end + value.numel() * value.element_size()
-        header[name] = {
-            "dtype": names[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [begin, end],
-        }
-    header = json.dumps(header).encode()
-    header += b" " * (-len(header) % 8)
-    temporary = path.with_suffix(".tmp")  # an earlier one stays until this is whole
-    with open(temporary if is_main_process else os.devnull, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for _, value in values:
-            whole = (
-                value.full_tensor() if isinstance(value, DTensor) else value
-            )  # in which all processes take part
-            whole = whole.detach().cpu()  # on all of them: none may run ahead of the file
-            file.write(whole.flatten().view(torch.uint8).numpy() if is_main_process else b"")
-    if is_main_process:
-        temporary.replace(path)
+def evaluate(accelerator, model, loader, hang):
+    """Return {"test_loss": mean, ..., "samples": n}, each sample of the test set counted once."""
+    set_epoch(loader, 0)  # the same random transforms in each evaluation
+    sums = 0
+    with eval_mode(model):
+        utils.broadcast(list(model.buffers()))  # in place: all use rank 0's BatchNorm statistics
+        for index, batch in enumerate(loader):
+            seed_rng("evaluation", index, accelerator.process_index)
+            metrics = checked(compute_loss(model, batch))
+            rows = accelerator.gather_for_metrics(sample_rows(metrics))  # drops the padding
+            sums += rows.sum(0)
+            hang.made_progress()
+    return test_metrics(metrics, sums, len(loader.dataset))
 
 
 def main():
-    args = parse_args(
-        precision={
-            "choices": ("fp32", "bf16"),
-            "default": "fp32",
-            "help": "bf16: gradients are summed in fp32",
-        },
-        replicas={
-            "type": int,
-            "default": 1,
-            "help": "sharded models side by side, such as one per node (HSDP)",
-        },
-        accumulation_steps={"type": int, "default": 1, "help": "batches per optimizer step"},
-        sync_each_batch={
-            "action": "store_true",
-            "help": "accumulate gradients in shards, not whole: less memory",
-        },
-        clip_norm={"type": float, "help": "clip the whole model's gradient to this norm"},
-        activation_checkpointing={
-            "action": "store_true",
-            "help": "compute activations twice instead of keeping them",
-        },
-        cpu_offload={
-            "action": "store_true",
-            "help": "shards in the hosts' memory, on the GPU only while in use",
-        },
-    )
-    processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
-    if processes % args.replicas:
-        exit_with_error(
-            f"argument --replicas: {args.replicas} do not divide the {processes} process(es)"
-        )
-    if args.cpu_offload and (args.cpu or not torch.cuda.is_available()):
-        exit_with_error(
-            "argument --cpu-offload: there is nothing to offload without a GPU, leave it out"
-        )
+    args = parse_args(add_flags)
+    check_sharding_flags(args)
+    lock_output_directory(args.output_dir)
     accelerator = make_accelerator(args, args.precision)
-    if (
-        args.precision == "bf16"
-        and torch.cuda.is_available()
-        and not torch.cuda.is_bf16_supported(False)
-    ):
-        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose --precision fp32")
+    hang = HangDetector(accelerator, args.hang_timeout)
+    accumulation = divide_global_batch(args, accelerator, accelerator.num_processes)
     utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
-    train_loader, test_loader = accelerator.prepare(
-        *reproducible(load_data(args, accelerator), args.seed)
-    )
-    # An incomplete last global batch is dropped, so that N processes take the same steps as one process with N
-    # microbatches. `min`: never accumulate over more than an epoch.
-    accumulation_steps = accelerator.gradient_accumulation_steps = min(
-        args.accumulation_steps, len(train_loader)
-    )
-    if accumulation_steps == 0:
-        exit_with_error(
-            f"{len(train_loader.dataset)} training samples do not fill a global batch: lower --batch-size"
-        )
-    steps_per_epoch = len(train_loader) // accumulation_steps
-    total_steps = min(args.epochs * steps_per_epoch, args.max_steps or math.inf)
-    global_batch = args.batch_size * accumulation_steps * accelerator.num_processes
-    peak_lr = args.lr * global_batch / 128
+    loaders = reproducible(load_data(args, accelerator), args.seed)
+    train_loader, test_loader = accelerator.prepare(*loaders)
+    steps = Steps(train_loader, accumulation, args)
 
-    mesh = make_mesh(accelerator, args)
-    whole = (
-        load_weights(accelerator, build_model(args), args) if accelerator.is_main_process else None
-    )
-    wait_for_main_process(accelerator)
-    with torch.device("meta"):  # shapes without memory
-        model = build_model(args)
-    total = sum(p.numel() for p in model.parameters())
-    units = [set(unit.parameters()) for unit in shard_units(model)]
-    inside = {module for unit in shard_units(model) for module in unit.modules()}
-    units += [
-        {p for module in {*model.modules()} - inside for p in module.parameters(recurse=False)}
-    ]  # the root
-    if len(set(chain(*units))) < sum(map(len, units)):
-        exit_with_error(
-            "shard_units: a unit shares a parameter with another or with the root: put both into one"
-        )
-    sizes = [sum(p.numel() for p in parameters) for parameters in units]
-    shard(model, args, mesh, accelerator.mixed_precision == "bf16")
-    send_weights(whole, model, accelerator, mesh, args.cpu_offload)
-    del whole
-    if not (
-        args.sync_each_batch or args.cpu_offload
-    ):  # gradients stay whole on each rank until the last microbatch
-        model.register_forward_pre_hook(
-            lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients)
-        )
-    # Training reads no BatchNorm buffers: those are broadcast in `evaluate` alone, others before each pass, too.
-    owners = [
-        module
-        for module in model.modules()
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    if others := [buffer for module in owners for buffer in module.buffers(recurse=False)]:
-        model.register_forward_pre_hook(lambda *_: utils.broadcast(others) and None)
-    # Not fused: torch has no rule for a fused SGD on sharded parameters (there is one for Adam and AdamW).
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
-    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_lambda(step, max(1, total_steps))
-    )
-    shards = Shards(model, optimizer, accelerator.device)
-    # Not the model: Accelerate would wrap it in DDP.
+    model = build_sharded_model(args, accelerator)
+    send_buffers_if_needed(model)
+    optimizer, scheduler = make_optimizer(model, args, steps.total)
+    held = held_after_first_step(model, optimizer)
+    # Not the model: that would add DDP. Not the scheduler: it would advance once per process.
     optimizer = accelerator.prepare(optimizer)
+    check_evaluation(accelerator, model, test_loader)
 
-    config = {
-        "precision": "fp32",
-        **vars(args),
-        "global_batch_size": global_batch,
-        "peak_learning_rate": peak_lr,
-    }
-    config |= {"steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    mine = sum(p.to_local().numel() for p in model.parameters())
-    config["holds"] = (
-        f"{mine:,} of {total:,} parameters per process, {max(sizes):,} in the largest unit"
-    )
-    run = ShardedRun(accelerator, config, {"model": shards, "scheduler": scheduler})
-    test = training_loop(
-        run, accelerator, model, optimizer, scheduler, train_loader, test_loader, args
-    )
-    save_weights(model, Path(args.output_dir, "model.safetensors"), accelerator.is_main_process)
-    run.finish(test)
+    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    config = describe(args, accelerator, steps, holds=describe_shards(model))
+    checkpoints = ShardedCheckpoints(accelerator, config, states)
+    checkpoint = checkpoints.find()
+    if checkpoint:
+        steps.done = checkpoints.load(checkpoint)
+    metrics = Metrics(accelerator, config, steps, checkpoint)
+    stop = StopSignal(accelerator)
+
+    for epoch in steps.epochs_left():
+        metrics.start_clock()
+        for step, microbatches in steps.left_in(epoch):
+            learning_rate = scheduler.get_last_lr()[0]
+            line_due = metrics.due(step)
+            clip_norm = args.clip_norm or (math.inf if line_due else None)
+            values, grad_norm = train_step(
+                accelerator, model, optimizer, scheduler, microbatches, (args.seed, step), clip_norm
+            )
+            metrics.add(step, values)
+            hang.made_progress(step)
+            stop_signal = stop.requested()  # the same on all ranks
+            if line_due or stop_signal:
+                # Exits if loss or weights are not finite, so that they are not saved.
+                weight_norm = norm_of_shards(model)  # of this rank's: `log` gathers them
+                metrics.log(weight_norm, learning_rate, grad_norm)
+            if stop_signal or checkpoints.due(step, steps):
+                with hang.paused():
+                    checkpoints.save(step, metrics)
+                metrics.start_clock()
+            if stop_signal:
+                message = f"stopped after step {step}, which is saved: the same command continues"
+                exit_together(metrics, 128 + stop_signal, message)
+        test = evaluate(accelerator, model, test_loader, hang)
+        metrics.write("evaluation", test)
+
+    with hang.paused():
+        if checkpoints.last_step != metrics.step:  # the loop was left early
+            checkpoints.save(metrics.step, metrics)
+        save_weights(model, args.output_dir, accelerator.is_main_process)
+        metrics.finish(test, **of_each_rank(held))
+    hang.close()
     # Free the model before the process group: at the interpreter's exit, gloo may abort.
-    run = shards = scheduler = None
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
 
 
-# ==================================================================================== machinery, shared by the recipes
+# ========================================= machinery: the same text, byte for byte, in all recipes
+RECIPE = Path(__file__).stem
+LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
+TIMEOUT = timedelta(hours=2)  # of every process group: for downloading, and reading a checkpoint
+
+
+# ------------------------------------------------------------------------------------------ metrics
+def checked(metrics):
+    """Return what `compute_loss` returned; exit with an error unless it is {name: (B,) tensor}."""
+    example = 'return {"loss": loss}, with one value per sample (reduction="none")'
+    if not isinstance(metrics, dict) or "loss" not in metrics:
+        found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
+        exit_with_error(f"compute_loss returned {found}: {example}, also in evaluations")
+    for name in ("loss", *metrics):
+        value = metrics[name]
+        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+        if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
+            tokens = 'for tokens, each sequence\'s mean and their number as "weight"'
+            exit_with_error(f'compute_loss: "{name}" is {shape} and not (B,): {example}; {tokens}')
+    return metrics
+
+
 def mean_loss(metrics):
-    """Return the mean loss, weighted by "weight" if given: the scalar to backpropagate."""
-    weight = metrics.get("weight")
-    return (
-        metrics["loss"].mean()
-        if weight is None
-        else (metrics["loss"] * weight).sum() / weight.sum()
-    )
+    """Return the scalar to backpropagate: the mean of the loss, times the weights if there are any.
+    Then `divide_by_mean_weight` makes its gradient that of the weighted mean."""
+    if "weight" in metrics:
+        return (metrics["loss"] * metrics["weight"]).mean()
+    return metrics["loss"].mean()
+
+
+def divide_by_mean_weight(accelerator, model, metrics):
+    """Divide the gradients by the mean weight of the global batch, if there are weights: over all
+    microbatches of all processes, so that it does not matter how samples are spread over them."""
+    if "weight" not in metrics[0]:
+        return
+    weights = torch.cat([one["weight"].detach().float() for one in metrics])
+    sums = torch.stack([weights.sum(), torch.ones_like(weights).sum()])
+    total, samples = accelerator.reduce(sums)
+    mean_weight = total / samples
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= mean_weight
 
 
 def sample_rows(metrics):
-    """Return (B, M + 2) float32, a row per sample: its M metrics times its weight, its weight, and 1. `means` divides
-    their sums over all batches and ranks. Exits with an error unless all metrics are (B,)."""
-    for name, value in metrics.items():
-        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-        if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
-            exit_with_error(f'compute_loss: "{name}" is {shape}: return one value per sample, (B,)')
+    """Return (B, M + 2) float32, a row per sample: its M metrics times its weight, its weight, 1.
+    `means` divides their sums."""
     weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach()
     columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1).float()
 
 
-def means(names, sums):
-    """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`."""
-    weight = sums[-2] or math.nan
-    return dict(
-        zip(
-            [name for name in names if name != "weight"],
-            [x / weight for x in sums[:-2]],
-            strict=True,
+def means(metrics, sums):
+    """Return {name: mean} and the number of samples, from the names of the metrics and the sums of
+    `sample_rows`, (M + 2,)."""
+    *totals, weight, samples = sums.tolist()
+    names = [name for name in metrics if name != "weight"]
+    values = {name: total / (weight or math.nan) for name, total in zip(names, totals, strict=True)}
+    return values, round(samples)
+
+
+def test_metrics(metrics, sums, samples):
+    """Return the means of an evaluation; exit with an error unless all `samples` were counted."""
+    values, counted = means(metrics, sums)
+    if counted != samples:
+        found = f"{counted} of {samples} samples counted"
+        exit_with_error(f"evaluate: {found}: return one value per sample, no drop_last")
+    return {**{f"test_{name}": value for name, value in values.items()}, "samples": samples}
+
+
+def check_evaluation(accelerator, model, loader):
+    """Evaluate one batch, so that a mistake is found now and not after an epoch."""
+    with torch.no_grad(), eval_mode(model):
+        sample_rows(checked(compute_loss(model, next(iter(loader)))))
+
+
+@contextmanager
+def eval_mode(model):
+    """In eval mode; after it, modules that were in eval mode already (frozen ones) stay in it."""
+    frozen = [module for module in model.modules() if not module.training]
+    model.eval()
+    yield
+    model.train()  # undoes what a module may do in `eval`, such as merging weights
+    for module in frozen:
+        module.training = False
+
+
+class Metrics:
+    """The metrics of a training: summed up on the device, then averaged over all processes and
+    written to the screen, metrics.jsonl, summary.json and trackers, by the main process.
+
+    Throughput is over all processes, without evaluations, checkpoints and the first line of
+    metrics, which is warm-up.
+    """
+
+    def __init__(self, accelerator, config, steps, checkpoint):
+        self.accelerator = accelerator
+        self.config = config
+        self.steps = steps
+        self.step = steps.done
+        self.last_line = steps.done  # at which step it was
+        self.names = []
+        self.sums = 0  # of `sample_rows`, since the last line
+        self.warned = set()
+        self.measured_samples = 0
+        self.measured_seconds = 0.0
+        self.started = time.time()
+        self.text = checkpoint["metrics"] if checkpoint else ""  # what is in metrics.jsonl
+        self.run_id = checkpoint["run_id"] if checkpoint else uuid.uuid4().hex
+        self.open_outputs()
+
+    def open_outputs(self):
+        is_main = self.accelerator.is_main_process
+        path = Path(self.config["output_dir"], "metrics.jsonl") if is_main else os.devnull
+        self.file = open(path, "w", buffering=1)
+        for stream in filter(None, (sys.stdout, sys.stderr, self.file)):
+            survive_errors(stream)
+        self.file.write(self.text)
+        scalars = {k: v for k, v in self.config.items() if isinstance(v, int | float | str)}
+        one_run = {  # a resumed run is the same run for a tracker
+            "wandb": {"id": self.run_id, "resume": "allow"},
+            "tensorboard": {"purge_step": self.step + 1},
+        }
+        self.accelerator.init_trackers(RECIPE, scalars, one_run)
+        self.display = Display(is_main, self.step, self.steps.total)
+        self.display.show("run", {**self.config, "resumed_from": self.step})
+        self.display.progress.start()
+
+    def start_clock(self):
+        """Begin to measure throughput, where training continues after something else."""
+        self.clock = time.perf_counter()
+        self.steps.waited = 0.0
+
+    def due(self, step):
+        """Whether a line is due after this step: also before each checkpoint, which contains it."""
+        every = self.config["checkpoint_every"]
+        saves = every is not None and step % every == 0
+        return saves or self.steps.ends_epoch(step) or step % self.config["log_every"] == 0
+
+    def add(self, step, microbatches):
+        """Add the metrics of a step's microbatches to this process's sums."""
+        for metrics in microbatches:
+            if self.names not in ([], list(metrics)):
+                exit_with_error("compute_loss: return the same keys for every batch")
+            self.names = list(metrics)
+            self.sums = self.sums + sample_rows(metrics).sum(0)
+        self.step = step
+        self.display.advance()
+
+    def log(self, weight_norm, learning_rate, grad_norm, **more):
+        """Write a line: means over all processes since the last one. This waits for the device.
+
+        Exit if loss or weights are not finite. The gradient's norm would not do: fp16 skips steps
+        in which it is not, and other weights than those of this step's gradient can be NaN, too.
+        """
+        own = [weight_norm, self.steps.waited, peak_memory(self.accelerator) / 2**30]
+        own = torch.tensor([float(x) for x in own], device=self.accelerator.device)
+        by_rank = self.accelerator.gather(torch.cat([self.sums, own])[None]).double().cpu()
+        seconds = time.perf_counter() - self.clock
+        sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
+        values, _ = means(self.names, sums.sum(0))
+        loss = list(values).index("loss")
+        self.exit_if_not_finite(values, sums[:, loss], norms[:, 0])
+        values["learning_rate"] = learning_rate
+        values["grad_norm"] = None if grad_norm is None else float(grad_norm)
+        values["samples_per_second"] = self.throughput(seconds)
+        values["data_wait"] = waited.mean().item() / seconds
+        values["slowest_data_wait"] = waited.max().item() / seconds
+        values["slowest_data_rank"] = waited.argmax().item()
+        values["peak_memory_gib"] = round(memory.max().item(), 3)
+        self.write("train", {**values, **more})
+        self.sums = 0
+        self.last_line = self.step
+        self.start_clock()
+
+    def exit_if_not_finite(self, values, losses, weight_norms):
+        """Exit if the loss or the weights of a rank are not; warn of other metrics."""
+        # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
+        wrong = ~(losses if not losses.isfinite().all() else weight_norms).isfinite()
+        if wrong.any():
+            ranks = wrong.nonzero().flatten().tolist()
+            where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
+            remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
+            message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
+            exit_together(self, 1, message)
+        for name, value in values.items():
+            if not math.isfinite(value) and name not in self.warned:
+                self.warned.add(name)
+                text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
+                self.accelerator.print(text, file=sys.stderr)
+
+    def throughput(self, seconds):
+        """Return the samples per second since the last line, or None where it is warm-up."""
+        if self.last_line == self.steps.done:
+            return None
+        samples = (self.step - self.last_line) * self.config["global_batch_size"]
+        self.measured_samples += samples
+        self.measured_seconds += seconds
+        return samples / seconds
+
+    def write(self, event, values):
+        """Put a line into metrics.jsonl, on the screen and to the trackers."""
+        epoch = self.steps.epoch_of(self.step) + 1
+        numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
+        # JSON has neither NaN nor infinity.
+        finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        head = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
+        line = json.dumps({**head, **values, **finite}) + "\n"
+        self.text += line
+        self.file.write(line)
+        self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
+        self.display.line(f"step {self.step}/{self.steps.total} epoch {epoch}", numbers)
+
+    def finish(self, test, **more):
+        """Print the results and write summary.json, unless a finished run was evaluated again."""
+        self.display.progress.stop()
+        peaks = utils.gather_object([peak_memory(self.accelerator)])
+        lines = [json.loads(line) for line in self.text.splitlines()]
+        losses = [line["loss"] for line in lines if line["event"] == "train"]
+        measured = self.measured_samples / self.measured_seconds if self.measured_samples else None
+        results = {
+            "resumed_from": self.steps.done,
+            "train_loss": losses[-1] if losses else None,
+            **test,
+            "seconds": time.time() - self.started,
+            "samples_per_second": measured,
+            "measured_samples": self.measured_samples,
+            "measured_seconds": self.measured_seconds,
+            "peak_memory_bytes": max(peaks),
+            "rank_peak_memory_bytes": peaks,
+            **more,
+        }
+        self.display.show("results", results)
+        path = Path(self.config["output_dir"], "summary.json")
+        evaluated_again = path.exists() and self.steps.done == self.steps.total
+        if self.accelerator.is_main_process and not evaluated_again:
+            temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
+            temporary.write_text(json.dumps({**self.config, **results}, indent=2) + "\n")
+            temporary.replace(path)
+
+
+class Display:
+    """The screen: a progress bar below the lines on a terminal, plain lines elsewhere."""
+
+    def __init__(self, is_main, done, total):
+        self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
+        self.progress = Progress(
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            console=self.console,
+            disable=not (is_main and self.console.is_interactive),
+            redirect_stderr=os.isatty(2),
         )
-    )
+        self.task = self.progress.add_task("steps", total=total, completed=done)
+
+    def advance(self):
+        self.progress.advance(self.task)
+
+    def show(self, title, values):
+        """Print a block of `name: value`, without what is not set."""
+        shown = {name: x for name, x in values.items() if x is not None and x is not False}
+        self.console.print(title, *[f"  {name}: {x}" for name, x in shown.items()], sep="\n")
+
+    def line(self, head, values):
+        self.console.print(head, *[f"{name} {x:,.4g}" for name, x in values.items()])
 
 
-def test_metrics(names, sums, samples):
-    """Return the means of an evaluation; exit with an error unless all `samples` of the test set were counted."""
-    if (counted := int(sums[-1])) != samples:
+def survive_errors(stream):
+    """Drop a stream's errors: a terminal or the reader of a pipe may go, the disk be full, which
+    must not end a training before its next checkpoint."""
+
+    def quiet(method):
+        def call(*arguments):
+            with suppress(OSError):
+                return method(*arguments)
+
+        return call
+
+    stream.write = quiet(stream.write)
+    stream.flush = quiet(stream.flush)
+
+
+def peak_memory(accelerator):
+    """Return the most bytes that this process held: in tensors on the GPU, or on CPU at all."""
+    if accelerator.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# -------------------------------------------------------------------------------- reproducible data
+def divide_global_batch(args, accelerator, replicas, multiple=1):
+    """Set `args.batch_size`, a multiple of `multiple`, and `args.global_batch_size`, and return the
+    number of microbatches per step, all for `replicas` of the model. Exit with an error where the
+    global batch cannot be divided."""
+    if args.global_batch_size is None:
+        args.global_batch_size = args.batch_size * replicas
+    largest = args.batch_size // multiple
+    units = replicas * multiple  # a step has at least one sample for each
+
+    def microbatches(share):
+        """As few as possible, but fewer than twice the necessary: small ones are slow."""
+        needed = -(-share // largest)
+        return next((n for n in range(needed, 2 * needed) if share % n == 0), None)
+
+    share, rest = divmod(args.global_batch_size, units)
+    accumulation = None if rest or not largest else microbatches(share)
+    if accumulation is None:
+        below = next(filter(microbatches, range(share, 0, -1)), None)
+        above = next(filter(microbatches, count(share + 1)))
+        nearest = " or ".join(str(n * units) for n in (below, above) if n)
         exit_with_error(
-            f"evaluate: {counted} of {samples} samples counted: return one value per sample, no drop_last"
+            f"argument --global-batch-size: {args.global_batch_size} cannot be divided among "
+            f"{replicas} replica(s) in equal batches of {args.batch_size} or little less, "
+            f"multiples of {multiple}: choose {nearest}"
         )
-    return {f"test_{name}": value for name, value in means(names, sums).items()} | {
-        "samples": samples
-    }
+    args.batch_size = share // accumulation * multiple
+    accelerator.gradient_accumulation_steps = accumulation
+    return accumulation
+
+
+class Steps:
+    """The optimizer steps of a training, numbered from 1, each with its microbatches.
+
+    An incomplete last global batch of an epoch is dropped, so that any number of processes takes
+    the same steps.
+    """
+
+    def __init__(self, loader, accumulation, args):
+        self.loader = loader
+        self.accumulation = accumulation  # microbatches per step
+        self.per_epoch = len(loader) // accumulation
+        if self.per_epoch == 0:
+            samples = f"{len(loader.dataset)} training samples"
+            remedy = "lower --batch-size or --global-batch-size"
+            exit_with_error(
+                f"{samples} do not fill a global batch of {args.global_batch_size}: {remedy}"
+            )
+        self.total = min(args.epochs * self.per_epoch, args.max_steps or math.inf)
+        self.done = 0  # before this run, which resumes from there
+        self.waited = 0.0  # seconds that this process waited for data
+
+    def epoch_of(self, step):
+        return max(step - 1, 0) // self.per_epoch
+
+    def ends_epoch(self, step):
+        return step % self.per_epoch == 0 or step == self.total
+
+    def epochs_left(self):
+        """Return the epochs left, also one saved after its last step: its evaluation is missing."""
+        return range(self.epoch_of(self.done), self.epoch_of(self.total) + 1)
+
+    def left_in(self, epoch):
+        """Yield (step, its microbatches) for what is left of an epoch."""
+        before = epoch * self.per_epoch
+        done = max(before, self.done)
+        last = min(before + self.per_epoch, self.total)
+        set_epoch(self.loader, epoch)
+        skipped = (done - before) * self.accumulation
+        batches = self.timed(skip_first_batches(self.loader, skipped) if skipped else self.loader)
+        for step in range(done + 1, last + 1):
+            yield step, islice(batches, self.accumulation)
+
+    def timed(self, loader):
+        """Yield the batches, and add up the time spent waiting for them."""
+        began = time.perf_counter()
+        for batch in loader:
+            self.waited += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
+
+
+def set_epoch(loader, epoch):
+    """Set the epoch of the order of the samples, and of their random transforms."""
+    loader.set_epoch(epoch)
+    repeatable(loader.dataset).set_epoch(epoch)  # some prepared loaders do not pass it on
+
+
+def repeatable(dataset):
+    """Return the dataset, or that of which it is a Subset, if it can repeat an epoch, or None."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
+    return dataset if hasattr(dataset, "set_epoch") else None
 
 
 def seed_rng(*key):
-    """Make the random numbers that torch, NumPy and Python draw from here on a function of `key` alone."""
+    """Make what torch, NumPy and Python draw from here on a function of `key` alone."""
     random.seed(repr(key))
     seed = random.getrandbits(32)
     numpy.random.seed(seed)
@@ -520,14 +646,14 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """A map-style dataset that seeds the random numbers of each sample by (seed, epoch, index): its random transforms
-    do not depend on the rank or the worker, and are the same in a resumed run."""
+    """A map-style dataset that seeds the random numbers of each sample by (seed, epoch, index): its
+    random transforms do not depend on rank or worker, and are the same in a resumed run."""
 
     def __init__(self, dataset, seed):
-        self.dataset, self.seed = dataset, seed
-        self.epoch = torch.zeros(
-            (), dtype=torch.int64
-        ).share_memory_()  # so that persistent workers see it change
+        self.dataset = dataset
+        self.seed = seed
+        # Shared, so that persistent workers see it change.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __len__(self):
         return len(self.dataset)
@@ -541,878 +667,657 @@ class SeededSamples(Dataset):
 
 
 def reproducible(loaders, seed):
-    """Return the loaders for training and test, their datasets wrapped in `SeededSamples` unless they, or those whose
-    Subsets they are, have a `set_epoch`, and then have to seed themselves. Exit with an error if the loaders cannot be
-    divided among processes and resumed exactly."""
+    """Return the loaders, for training and test, with datasets that can repeat an epoch: in a
+    `SeededSamples`, unless they have a `set_epoch`, and then have to seed themselves. Exit with an
+    error if one cannot be divided among processes and resumed exactly."""
+    loaders = loaders if isinstance(loaders, tuple | list) else [loaders]
+    if [isinstance(loader, DataLoader) for loader in loaders] != [True, True]:
+        found = ", ".join(type(loader).__name__ for loader in loaders)
+        exit_with_error(f"load_data returned {found}: return two DataLoaders, training and test")
     for loader, drop_last in zip(loaders, (True, False), strict=True):
-        kinds = (
-            type(loader.batch_sampler),
-            type(getattr(loader.batch_sampler, "sampler", loader.sampler)),
-        )
-        if kinds not in ((BatchSampler, RandomSampler), (BatchSampler, SequentialSampler)):
-            names = " and ".join(kind.__name__ for kind in (type(loader.dataset), *kinds))
-            exit_with_error(
-                f"load_data: cannot resume {names} exactly: use a Dataset or Subset, batch_size, shuffle"
-            )
-        if loader.batch_sampler.drop_last != drop_last or len(loader.dataset) == 0:
-            exit_with_error(
-                "load_data: training needs drop_last=True, the test drop_last=False and some samples"
-            )
-        inner = loader.dataset
-        while isinstance(inner, Subset):
-            inner = inner.dataset
-        if hasattr(inner, "set_epoch"):
-            loader.dataset.set_epoch = inner.set_epoch
-        else:
-            vars(loader)["dataset"] = SeededSamples(
-                loader.dataset, seed
-            )  # DataLoader forbids assigning it
-        loader.dataset.set_epoch(0)
+        check_loader(loader, drop_last)
+        if repeatable(loader.dataset) is None:
+            # DataLoader forbids an assignment, since a sampler may belong to the dataset.
+            object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
+        repeatable(loader.dataset).set_epoch(0)
     return loaders
 
 
-def load_weights(accelerator, model, args):
-    """Return the model, with `--weights` as far as names and shapes fit: a head for other classes stays as it is."""
-    own = model.state_dict()
-    if not all(map(torch.is_tensor, own.values())):
-        exit_with_error(
-            "build_model: get_extra_state has to return a tensor, which model.safetensors can hold"
-        )
-    if not model.training:
-        exit_with_error(
-            "build_model: the model is in eval mode, as from_pretrained returns it: return model.train()"
-        )
-    if args.weights is not None:
+def check_loader(loader, drop_last):
+    """Exit with an error if a loader of `load_data` cannot be resumed or counted exactly."""
+    batches = loader.batch_sampler
+    samples = getattr(batches, "sampler", loader.sampler)
+    known = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+    if type(batches) is not torch.utils.data.BatchSampler or type(samples) not in known:
+        names = [type(x).__name__ for x in (loader.dataset, batches, samples)]
+        remedy = "use a Dataset or Subset, batch_size, shuffle"
+        exit_with_error(f"load_data: cannot resume {' and '.join(names)} exactly: {remedy}")
+    if batches.drop_last != drop_last or len(loader.dataset) == 0:
+        rule = "training needs drop_last=True, the test drop_last=False and some samples"
+        exit_with_error(f"load_data: {rule}")
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+FORMAT = 4
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used, for the reason given."""
+
+
+class Checkpoints:
+    """The checkpoints step-N.pt in the output directory, each whole or not there.
+
+    `states`: {name: what has a state_dict}. A recipe whose state is not whole on the main process
+    overrides the methods from `collect_states` to `delete`.
+    """
+
+    pattern = f"step-{'[0-9]' * 8}.pt"
+    # What a run that resumes may have otherwise, besides flags that say so in `parse_args`.
+    may_differ = {"world_size", "batch_size", "accumulation", "device", "versions", "date"}
+    follows_from_flags = {"peak_learning_rate", "steps", "steps_per_epoch"}
+
+    def __init__(self, accelerator, config, states):
+        self.accelerator = accelerator
+        self.config = config
+        self.states = states
+        self.directory = Path(config["output_dir"])
+        self.last_step = 0
+        self.saved_at = time.monotonic()
+
+    def collect_states(self):
+        """Return what the main process writes."""
+        return {name: thing.state_dict() for name, thing in self.states.items()}
+
+    def load_states(self, saved):
+        for name, thing in self.states.items():
+            thing.load_state_dict(saved[name])
+
+    def read(self, path):
+        """Return the content of a checkpoint. Raise any error at all if it is not intact."""
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+        if damaged:
+            raise ValueError(f"{damaged} is damaged")
+        return torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+
+    def write(self, content, path):
+        """Write a checkpoint: on the disk, whole and readable before it gets its name."""
+        if not self.accelerator.is_main_process:
+            return
+        temporary = self.directory / "checkpoint.tmp"
         try:
-            weights = utils.load_state_dict(args.weights)  # runs no code
-            fits = {
-                name: x for name, x in weights.items() if name in own and own[name].shape == x.shape
-            }
-        except Exception as error:  # whatever another kind of file makes the readers stumble over
-            exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-        filled = {
-            own[name].data_ptr() for name in fits
-        }  # a name tied to another one is not in every file
-        misfits = sorted(
-            name for name in own | weights if name not in own or own[name].data_ptr() not in filled
-        )
-        if not fits or (misfits and args.epochs == 0):
-            exit_with_error(
-                f"argument --weights: {args.weights} does not fit this model: {', '.join(misfits)}"
+            save_to_disk(content, temporary)
+            os.replace(temporary, path)
+        finally:
+            if temporary.is_file():
+                temporary.unlink()
+        sync_directory(self.directory)
+
+    def delete(self, path):
+        path.unlink(missing_ok=True)
+
+    def find(self):
+        """Return the checkpoint to resume from, on all processes, or None where there is none. Exit
+        with an error if it is damaged, or of another run."""
+        found = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                found = [self.choose(), None]
+            except CheckpointError as error:
+                found = [None, str(error)]
+        if self.accelerator.cpu_group:  # the default one may take it through the GPUs' memory
+            distributed.broadcast_object_list(found, 0, self.accelerator.cpu_group)
+        checkpoint, problem = found
+        if problem:
+            exit_with_error(f"argument --resume: {problem}")
+        return checkpoint
+
+    def choose(self):
+        """Return the content of the newest intact checkpoint in the output directory or, where
+        there are none, that of `--resume PATH`."""
+        own = sorted(self.directory.glob(self.pattern), reverse=True)
+        resume = self.config["resume"]
+        paths = own
+        if resume != "auto":
+            path = Path(resume)
+            inside = path.absolute().parent == self.directory.absolute()
+            if inside and own and path.exists() and path.name < own[0].name:
+                remedy = "choose another --output-dir to begin there, or leave --resume out"
+                raise CheckpointError(f"{own[0]} is later than {path}: {remedy}")
+            if own and not inside:
+                text = f"{self.directory} has checkpoints of its own, which count before {path}"
+                print(f"{RECIPE}: {text}", file=sys.stderr)
+            else:
+                paths = [path]
+        checkpoint = self.first_intact(paths)
+        if checkpoint:
+            self.check_same_run(checkpoint)
+        return checkpoint
+
+    def first_intact(self, paths):
+        problems = []
+        for path in paths:
+            try:
+                checkpoint = self.read(path)
+                if checkpoint["format"] != FORMAT:
+                    raise ValueError(f"not of format {FORMAT}")
+            except Exception as error:  # whatever a torn file makes the readers stumble over
+                problems.append(f"cannot load {path} ({error!r:.200})")
+                continue
+            print(*problems, f"{RECIPE}: resuming from {path}", file=sys.stderr, sep="\n")
+            return {**checkpoint, "path": str(path)}
+        if problems:
+            remedy = "choose another checkpoint, or another --output-dir to start afresh"
+            raise CheckpointError(f"{'; '.join(problems)}: {remedy}")
+        return None
+
+    def check_same_run(self, checkpoint):
+        """Raise CheckpointError if flags differ, and say it if the versions of packages do."""
+        ours = self.config
+        theirs = checkpoint["config"]
+        names = ours.keys() & theirs.keys()
+        differing = [name for name in sorted(names) if ours[name] != theirs[name]]
+        wrong = [name for name in differing if name not in self.may_differ]
+        flags = [name for name in wrong if name not in self.follows_from_flags]
+        if wrong:
+            differences = [
+                f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
+            ]
+            remedy = ""
+            if flags and "recipe" not in flags:
+                remedy = f"continue it {to_type({name: theirs[name] for name in flags})}, or "
+            raise CheckpointError(
+                f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
+                f"{remedy}choose another --output-dir"
             )
-        model.load_state_dict(fits, strict=False)
-        accelerator.print(
-            f"loaded {args.weights}; names that do not fit: {', '.join(misfits) or 'nothing'}"
-        )
+        if "versions" in differing:
+            text = f"it was written by {theirs['versions']}, and this is {ours['versions']}"
+            print(f"{RECIPE}: warning: {text}", file=sys.stderr)
+
+    def load(self, checkpoint):
+        """Load the states, and return the step at which they were saved. Exit with an error if they
+        do not fit the model."""
+        problem = None
+        try:
+            self.load_states(checkpoint["states"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            problem = f"{checkpoint['path']} does not fit this model ({error!r:.200})"
+        problem = first_problem(self.accelerator, problem)
+        if problem:
+            exit_with_error(f"argument --resume: {problem}")
+        self.last_step = checkpoint["step"]
+        if self.last_step == self.config["steps"]:
+            text = "this run is complete: it is only evaluated again"
+            self.accelerator.print(f"{RECIPE}: {text}", file=sys.stderr)
+        return self.last_step
+
+    def due(self, step, steps):
+        """Every `--checkpoint-every` steps, at the end, and at an epoch's end if the last one is
+        over a minute ago: on a fast machine saving takes as long as an epoch."""
+        every = self.config["checkpoint_every"]
+        if step == steps.total or (every and step % every == 0):
+            return True
+        if not steps.ends_epoch(step):
+            return False
+        long_ago = [time.monotonic() - self.saved_at > 60]
+        utils.broadcast_object_list(long_ago)  # the main process decides: clocks differ
+        return long_ago[0]
+
+    def save(self, step, metrics):
+        """Write a checkpoint, then delete all but the newest `--keep`."""
+        content = {
+            "format": FORMAT,
+            "config": self.config,
+            "step": step,
+            "metrics": metrics.text,
+            "run_id": metrics.run_id,
+            "states": self.collect_states(),
+        }
+        path = self.directory / self.pattern.replace("[0-9]" * 8, f"{step:08}")
+        problem = None
+        try:
+            self.write(without_numpy(content), path)
+            if self.accelerator.is_main_process:
+                saved = sorted(self.directory.glob(self.pattern))
+                # Not the later ones: those were skipped, because they are damaged.
+                saved = saved[: saved.index(path) + 1]
+                for old in saved[: -self.config["keep"]]:
+                    self.delete(old)
+        except (OSError, RuntimeError, UnpicklingError) as error:
+            problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"
+        problem = first_problem(self.accelerator, problem)
+        if problem:
+            message = f"{problem}, earlier ones stay: the same command continues"
+            exit_together(metrics, 1, message)
+        self.last_step = step
+        self.saved_at = time.monotonic()
+
+
+def to_type(values):
+    """Return what to type to have these values of flags: "with --lr 0.1 and without --compile"."""
+    given = []
+    left_out = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            left_out.append(flag)
+        else:
+            given.append(flag if value is True else f"{flag} {value}")
+    parts = {"with": given, "without": left_out}
+    return " and ".join(" ".join([word, *flags]) for word, flags in parts.items() if flags)
+
+
+def save_to_disk(content, path):
+    """Write a file whose content, after a power failure, is on the disk, and see that it loads."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    torch.load(path, "cpu", weights_only=True, mmap=True)  # or no resume could
+
+
+def sync_directory(directory):
+    """Make what was renamed in a directory last through a power failure."""
+    entry = os.open(directory, os.O_RDONLY)
+    os.fsync(entry)
+    os.close(entry)
+
+
+def without_numpy(content):
+    """Return it with plain numbers for NumPy's, as a learning rate may be: those could not be read
+    again without running code."""
+    is_number = {"test_type": lambda x: isinstance(x, numpy.generic)}
+    return utils.recursively_apply(numpy.generic.item, content, **is_number)
+
+
+def load_weights(accelerator, model, args):
+    """Return the model, with `--weights` as far as names and shapes fit: a head for other classes
+    stays as it is."""
+    if not model.training:
+        remedy = "as from_pretrained returns it: return model.train()"
+        exit_with_error(f"build_model: the model is in eval mode, {remedy}")
+    if args.weights is None:
+        return model
+    own = model.state_dict()
+    try:
+        weights = utils.load_state_dict(args.weights)  # runs no code
+        for wrapper in ("_orig_mod.", "module."):  # of torch.compile, of DDP
+            weights = {name.removeprefix(wrapper): x for name, x in weights.items()}
+        fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
+    except Exception as error:  # whatever another kind of file makes the readers stumble over
+        exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
+    model.load_state_dict(fitting, strict=False)
+    loaded = {own[name].data_ptr() for name in fitting}  # one of several names of tied weights does
+    missing = {name for name in own if own[name].data_ptr() not in loaded}
+    misfits = ", ".join(sorted(missing | (weights.keys() - fitting.keys())))
+    if not fitting or (misfits and args.epochs == 0):
+        exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
+    accelerator.print(f"loaded {args.weights}; names that do not fit: {misfits or 'none'}")
     return model
 
 
-# What may differ between a checkpoint and the run that resumes from it; all else that both have must be equal.
-IGNORED_KEYS = """data_dir output_dir cpu device log_every checkpoint_every keep resume weights world_size batch_size
-    accumulation_steps microbatches schedule bubble pipelines replicas precision_chosen compile tracker versions date
-    holds sync_each_batch activation_checkpointing cpu_offload""".split()
-LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
-TIMEOUT = timedelta(
-    hours=2
-)  # for whoever waits for the main process's download, or for its reading a checkpoint
-FORMAT = 3
-PATTERN = f"step-{'[0-9]' * 8}"  # a folder
+# -------------------------------------------------------------------------------- signals and hangs
+class StopSignal:
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any process, or when the launcher dies, all stop
+    after the same step. They vote by an all-reduce on the CPU, which overlaps a step."""
 
-
-def find_checkpoint(config, read):
-    """Return the checkpoint of `--resume` (auto: the newest intact one) or None, and, if it is unusable or of another
-    run, why."""
-    paths, checkpoint, problems = (
-        sorted(Path(config["output_dir"]).glob(PATTERN), reverse=True),
-        None,
-        [],
-    )
-    named = Path(config["resume"])
-    if (
-        config["resume"] != "auto"
-        and paths
-        and named.exists()
-        and not named.parent.samefile(paths[0].parent)
-    ):
-        return (
-            None,
-            f"{config['output_dir']} holds the checkpoints of another run: choose another --output-dir",
-        )
-    for path in paths if config["resume"] == "auto" else [config["resume"]]:
-        try:
-            checkpoint = read(path)
-            break
-        except Exception as error:  # whatever a torn file makes the readers of zip, pickle and tensors stumble over
-            problems.append(f"cannot load {path} ({error!r:.200})")
-    if checkpoint is None and problems:
-        return (
-            None,
-            f"{'; '.join(problems)}: choose another checkpoint, or another --output-dir to start afresh",
-        )
-    if problems or not checkpoint:
-        print(*problems or ["no checkpoint yet, starting afresh"], file=sys.stderr, sep="\n")
-    theirs = checkpoint["config"] if checkpoint else config
-    names = [
-        name
-        for name in config
-        if name not in IGNORED_KEYS and theirs.get(name, config[name]) != config[name]
-    ]
-    if names:
-        differences = "; ".join(
-            f"{name} is {theirs[name]} there, {config[name]} here" for name in names
-        )
-        return None, f"{path} is of another run: {differences}"
-    return checkpoint, None
-
-
-class SignalHandler:
-    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher dies, all ranks stop two steps later at
-    most: they agree by a gloo all-reduce on the CPU, which overlaps a step, so that no GPU waits."""
-
-    received = 0  # the first of them: of the process, which `exit_with_error` asks, too
+    received = 0  # the first signal
 
     def __init__(self, accelerator):
-        self.pending_reduce, self.signal_tensor = None, torch.zeros(1, dtype=torch.int64)
+        self.group = accelerator.cpu_group
+        self.vote = torch.zeros(1, dtype=torch.int64)
+        self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
         for number in self.signals:
             signal.signal(number, self.receive)
-        # Block them, which DataLoader's workers inherit: a signal to the whole process group must not kill them first.
-        resource_tracker.ensure_running()  # it starts with the first spawned worker, and would unblock them again
+        # Blocked, which DataLoader's workers inherit: a signal to the whole process group must not
+        # kill them before the next checkpoint.
+        resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_FULLGRAPH"} & os.environ.keys()
-        self.launcher = LAUNCHER if launched else None  # it may die without passing the signal on
-        atexit.register(
-            kill_workers
-        )  # before the interpreter waits for them for ever: they have SIGTERM blocked, too
-        self.group = (
-            distributed.new_group(None, TIMEOUT, "gloo") if accelerator.use_distributed else None
-        )
+        # Set by accelerate launch, and by torchrun. A launcher may die without passing a signal on.
+        launchers = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
+        self.launcher = LAUNCHER if launchers & os.environ.keys() else None
 
     def receive(self, number, frame=None):
-        SignalHandler.received = self.received or number
+        StopSignal.received = self.received or number
 
-    def should_stop(self):
-        """Return the signal on which all processes stop now, or 0: the result of the all-reduce begun one call ago."""
+    def look(self):
+        """Note a blocked signal, or that the launcher has died."""
         self.receive(max(signal.sigpending() & self.signals, default=0))
         if self.launcher and os.getppid() != self.launcher:
             self.receive(signal.SIGTERM)
+
+    def requested(self):
+        """Return the signal on which all processes stop now, or 0: the result of the vote that
+        was begun one call ago."""
+        self.look()
         if self.group is None:
             return self.received
-        if self.pending_reduce:
-            self.pending_reduce.wait()
-        stop = self.signal_tensor.item()
-        self.signal_tensor.fill_(self.received)
-        self.pending_reduce = distributed.all_reduce(
-            self.signal_tensor, distributed.ReduceOp.MAX, self.group, True
+        if self.pending:
+            self.pending.wait()
+        result = self.vote.item()
+        self.vote.fill_(self.received)
+        maximum = distributed.ReduceOp.MAX
+        self.pending = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
+        return result
+
+
+class HangDetector:
+    """Ends the run when a rank stalls, and says which one, on which machine, and where it is.
+
+    One thread of each process writes a report every few seconds to the store of the process groups,
+    and reads those of the others; another thread decides. A rank has stalled if there was no new
+    report of it for `timeout` seconds (it was stopped, or its machine is gone), or if its main
+    thread has completed no step and no batch of an evaluation for so long. The latter does not
+    count before the first step is complete and while checkpoints are saved: it is only printed.
+    Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
+    """
+
+    def __init__(self, accelerator, timeout):
+        self.rank = accelerator.process_index
+        self.processes = accelerator.num_processes
+        self.timeout = timeout
+        self.tick = min(5.0, timeout / 20)  # seconds
+        self.armed = False
+        self.progress = 0
+        self.step = 0
+        self.reports = {}  # {rank: its newest report}
+        self.has_store = True
+        run = [uuid.uuid4().hex]  # a restarted run may have the store of the one before
+        utils.broadcast_object_list(run)
+        self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
+        self.closed = threading.Event()
+        self.threads = [threading.Thread(target=self.watch, daemon=True)]
+        if self.processes > 1:
+            self.threads.append(threading.Thread(target=self.exchange, daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def made_progress(self, step=None):
+        """Call this after each step, and after each batch of an evaluation."""
+        self.step = step or self.step
+        self.progress += 1
+        self.armed = True
+
+    @contextmanager
+    def paused(self):
+        self.armed = False
+        yield
+        self.made_progress()
+
+    def close(self):
+        self.closed.set()
+        for thread in self.threads:
+            thread.join(2 * self.tick)
+
+    def own_report(self, number):
+        """Return how far this rank is, and what its main thread does."""
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        own = [entry for entry in stack if entry.filename == __file__] or stack
+        # In these a rank waits for others, or for the device.
+        files = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
+        functions = ("requested", "log", "divide_by_mean_weight")
+        waits = any(part in stack[-1].filename for part in files) or stack[-1].name in functions
+        return {
+            "number": number,
+            "step": self.step,
+            "host": socket.gethostname(),
+            "where": f"line {own[-1].lineno}, in {own[-1].name}",
+            "waits": waits,
+        }
+
+    def exchange(self):
+        """Write and read reports, until the process that has the store ends."""
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with suppress(RuntimeError):
+            store = distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
+            for number in count():
+                store.set(self.keys[self.rank], json.dumps(self.own_report(number)))
+                for rank, key in enumerate(self.keys):
+                    if store.check([key]):
+                        self.reports[rank] = json.loads(store.get(key))
+                if self.closed.wait(self.tick):
+                    return
+        self.has_store = False
+
+    def watch(self):
+        """End the process when a rank was silent, or this one made no progress, for too long."""
+        numbers = {}
+        silence = {}  # {rank: seconds}
+        idle = 0.0
+        progress = 0
+        while not self.closed.wait(self.tick):
+            idle = idle + self.tick if self.progress == progress else 0.0
+            progress = self.progress
+            for rank, report in list(self.reports.items()):
+                known = numbers.get(rank) == report["number"] and rank != self.rank
+                silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
+                numbers[rank] = report["number"]
+            silent = [rank for rank, seconds in silence.items() if seconds >= self.timeout]
+            if (silent and self.has_store) or (self.armed and idle >= self.timeout):
+                self.end(silent)
+            if self.timeout <= idle < self.timeout + self.tick:
+                self.print_stack("no progress, which is no error yet")
+
+    def end(self, silent):
+        """Print where this rank is and, on the first rank that is not silent, which have stalled;
+        end the process."""
+        self.print_stack("no progress")
+        reports = {**self.reports, self.rank: self.own_report(0)}
+        if self.rank == min(reports.keys() - silent):
+            os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
+        time.sleep(2 * self.tick)  # until the other ranks have come here: one that ends, ends them
+        kill_workers()
+        os._exit(1)
+
+    def diagnose(self, reports, silent):
+        """Return which ranks have stalled, on which machines, where, and for how long."""
+        busy = [rank for rank, report in reports.items() if not report["waits"]]
+        step = max(report["step"] for report in reports.values()) + 1
+        found = []
+        for rank in silent or busy or reports:
+            where = f"it is at {reports[rank]['where']}"
+            if rank in silent:
+                where = "it was stopped or killed, or its machine or network is gone"
+            found.append(f"rank {rank} on {reports[rank]['host']} ({where})")
+        how = f"not reached the end of step {step} for {self.timeout:g} s"
+        if not silent and not busy:
+            how += ": they wait for one another, since one has left out a collective operation"
+        return f"{', '.join(found)} has {how}"
+
+    def print_stack(self, title):
+        """Print the main thread's stack in one piece: those of the ranks must not mix."""
+        frame = sys._current_frames()[threading.main_thread().ident]
+        head = (
+            f"{RECIPE}: rank {self.rank} on {socket.gethostname()}: {title} for {self.timeout:g} s"
         )
-        return stop
+        os.write(2, "".join([head + ", at\n", *traceback.format_stack(frame)]).encode())
 
 
 def kill_workers():
-    """Kill the DataLoaders' workers."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+    """Kill the DataLoaders' workers, which would outlive this process."""
+    with suppress(ValueError):  # only the main thread may set a handler
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would raise an error
     for worker in active_children():
         worker.kill()
 
 
-class Unbreakable(ContextDecorator, suppress):
-    """Decorates a method of an output stream, to drop its errors: the terminal or the reader of a pipe is gone, or the
-    disk is full, which must not end a training before its next checkpoint."""
+def exit_together(metrics, status, message):
+    """Exit before the training is complete, once all processes have come here."""
+    accelerator = metrics.accelerator
+    metrics.display.progress.stop()
+    accelerator.print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
+    if accelerator.cpu_group:
+        distributed.barrier(accelerator.cpu_group)
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    kill_workers()
+    os._exit(status)  # all at once, or the launcher would kill the slower ones
 
 
-class Run:
-    """What surrounds the steps of a training: resuming, metrics on the screen and in files, checkpoints, signals.
-
-    `state`: {name: object with a state_dict}, saved per `stage` of a pipeline; `before_loading` runs before they load.
-    Throughput is over all processes, without evaluations, checkpoints and the first line of metrics, which is warm-up.
-    """
-
-    def __init__(self, accelerator, config, state, before_loading=lambda: None, stage=0):
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.write, stream.flush = (
-                Unbreakable(OSError)(method) for method in (stream.write, stream.flush)
-            )
-        self.signals = SignalHandler(accelerator)
-        main = accelerator.is_main_process
-        config |= {
-            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu"
-        }
-        versions = {
-            package.__name__: package.__version__ for package in (torch, torchvision, accelerate)
-        }
-        config |= {
-            "world_size": accelerator.num_processes,
-            "versions": versions,
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        config = json.dumps(
-            {"recipe": RECIPE, **config},
-            default=lambda x: float(x) if hasattr(x, "item") else str(x),
-        )
-        self.config = config = json.loads(config)
-        found = (
-            [*find_checkpoint(config, self.read)]
-            if main and config["resume"] is not None
-            else [None, None]
-        )
-        if self.signals.group:  # gloo: the default group would take it through the GPUs' memory
-            distributed.broadcast_object_list(found, 0, self.signals.group)
-        checkpoint, problem = found
-        try:
-            if checkpoint:
-                before_loading()
-                for name, thing in state.items():
-                    thing.load_state_dict(checkpoint["states"][stage][name])
-        except (KeyError, RuntimeError, ValueError) as error:
-            problem = f"stage {stage} of the checkpoint does not fit this model ({error!r:.200})"
-        for misfit in filter(None, utils.gather_object([problem])):
-            exit_with_error(f"argument --resume: {misfit}")
-        for later in Path(config["output_dir"]).glob(PATTERN) if main and checkpoint else ():
-            if (
-                later.name > f"step-{checkpoint['step']:08}.pt"
-            ):  # or the next auto would resume from it
-                renamed = later.rename(f"{later}.abandoned-{time.time():.0f}")
-                print(f"{later}: later than what this run resumes, renamed to {renamed}")
-        self.start, self.metrics = (
-            (checkpoint["step"], checkpoint["metrics"]) if checkpoint else (0, "")
-        )
-        self.accelerator, self.state, self.step, self.logged = (
-            accelerator,
-            state,
-            self.start,
-            self.start,
-        )
-        self.total_steps, self.steps_per_epoch = config["steps"], config["steps_per_epoch"]
-        self.names, self.totals, self.samples, self.seconds = [], 0, 0, 0.0
-        self.started = self.saved = time.time()
-        self.own_metrics = dict  # a recipe may set another: what it adds to every line of metrics, and to the summary
-        self.file = open(
-            Path(config["output_dir"], "metrics.jsonl") if main else os.devnull, "w", buffering=1
-        )
-        self.file.write = Unbreakable(OSError)(self.file.write)
-        self.file.write(self.metrics)
-        accelerator.init_trackers(
-            RECIPE, {k: v for k, v in config.items() if isinstance(v, int | float | str)}
-        )
-        self.console = Console(quiet=not main, highlight=False, markup=False, soft_wrap=True)
-        options = {
-            "disable": not (main and self.console.is_interactive),
-            "redirect_stderr": os.isatty(2),
-        }
-        self.progress = Progress(
-            *Progress.get_default_columns(), MofNCompleteColumn(), console=self.console, **options
-        )
-        self.task = self.progress.add_task("steps", total=self.total_steps, completed=self.start)
-        self.show("run", config | {"resumed_from": self.start})
-        self.progress.start()
-
-    @staticmethod
-    def read(path):
-        """Return the content of a checkpoint; raises anything at all where it is not an intact one."""
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the checksums
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-        if damaged or checkpoint["format"] != FORMAT:
-            raise ValueError(f"{damaged} is damaged" if damaged else f"not of format {FORMAT}")
-        return checkpoint
-
-    def show(self, title, values):
-        rows = [
-            f"  {name}: {value}"
-            for name, value in values.items()
-            if value is not None and value is not False
-        ]
-        self.console.print(title, *rows, sep="\n")
-
-    def epochs(self):
-        """Return the epochs left, also one that was saved after its last step: its evaluation is missing."""
-        return range(
-            max(self.start - 1, 0) // self.steps_per_epoch,
-            -(-self.total_steps // self.steps_per_epoch) or 1,
-        )
-
-    def steps(self, epoch, loader):
-        """Yield (step, its microbatches) for what is left of an epoch."""
-        loader.set_epoch(epoch)
-        loader.dataset.set_epoch(epoch)  # some prepared loaders do not pass it on
-        accumulation_steps = self.accelerator.gradient_accumulation_steps
-        skipped = (self.step - epoch * self.steps_per_epoch) * accumulation_steps
-        batches = iter(skip_first_batches(loader, skipped) if skipped else loader)
-        self.interval_start = time.perf_counter()
-        for step in range(
-            self.step + 1, min((epoch + 1) * self.steps_per_epoch, self.total_steps) + 1
-        ):
-            yield step, islice(batches, accumulation_steps)
-
-    def add(self, metrics):
-        """Add a microbatch's metrics to this rank's totals."""
-        if self.names not in ([], list(metrics)):
-            exit_with_error("compute_loss: return the same keys for every batch")
-        self.names, self.totals = list(metrics), self.totals + sample_rows(metrics).sum(0)
-
-    def finish_step(self, step, learning_rate):
-        """After each optimizer step: log, save a checkpoint and stop, if any of them is due."""
-        self.step, stop, epoch_ends = (
-            step,
-            self.signals.should_stop(),
-            step % self.steps_per_epoch == 0,
-        )
-        self.progress.advance(self.task)
-        save = (
-            stop
-            or step == self.total_steps
-            or step % (self.config["checkpoint_every"] or math.inf) == 0
-        )
-        if epoch_ends and not save:  # on a fast machine saving takes as long as an epoch
-            (save,) = utils.broadcast_object_list([time.time() - self.saved > 60])
-        if save or epoch_ends or step % self.config["log_every"] == 0:
-            self.log(learning_rate)
-        if save:
-            self.save(step)
-        if stop:
-            self.exit(
-                128 + stop,
-                f"stopped after step {step}, which is saved: continue with --resume auto",
-            )
-
-    def log(self, learning_rate):
-        """Write a line of metrics, the means over all processes since the last; exit where something is not finite."""
-        norm = torch.nn.utils.get_total_norm(self.state["model"].parameters())
-        totals = self.accelerator.reduce(
-            torch.cat((self.totals, norm[None].float()))
-        ).tolist()  # waits for the device
-        seconds, rate = time.perf_counter() - self.interval_start, None
-        values, samples = means(self.names, totals[:-1]), totals[-2]
-        if not math.isfinite(values["loss"] + totals[-1]):
-            where = f"since a step between {self.logged + 1} and {self.step} (--log-every 1 shows which)"
-            self.exit(
-                1,
-                f"error: loss or weights are not finite {where}, not saved: lower --lr, or set --clip-norm 1",
-            )
-        expected = (self.step - self.logged) * self.config["global_batch_size"]
-        if not math.isclose(samples, expected, rel_tol=1e-3):  # float32 sums
-            remedy = (
-                "compute_loss has to return one value per sample, and load_data to use --batch-size"
-            )
-            exit_with_error(f"{samples:.0f} values for {expected} samples: {remedy}")
-        if self.logged > self.start:
-            self.samples, self.seconds, rate = (
-                self.samples + int(samples),
-                self.seconds + seconds,
-                samples / seconds,
-            )
-        self.totals, self.logged = 0, self.step
-        values |= {"learning_rate": learning_rate, "samples_per_second": rate, **self.own_metrics()}
-        self.write("train", values)
-        self.interval_start = time.perf_counter()
-
-    def write(self, event, values):
-        """Put a line into metrics.jsonl, on the screen and to the trackers."""
-        epoch = max(self.step - 1, 0) // self.steps_per_epoch + 1
-        line = (
-            json.dumps(
-                {"event": event, "epoch": epoch, "step": self.step, "time": time.time(), **values}
-            )
-            + "\n"
-        )
-        self.metrics += line
-        self.file.write(line)
-        values = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self.accelerator.log(
-            {f"{event}/{name}": value for name, value in values.items()}, step=self.step
-        )
-        text = " ".join(f"{name} {value:,.4g}" for name, value in values.items())
-        self.console.print(f"step {self.step}/{self.total_steps} epoch {epoch} {text}")
-
-    def collect_state(self):
-        """Return what the main process saves: state dicts by name, for each stage of a pipeline."""
-        return [{name: thing.state_dict() for name, thing in self.state.items()}]
-
-    def save(self, step):
-        """Write step-N.pt, which is there whole or not at all, then delete all but the newest `--keep`."""
-        content, problem = (
-            {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics},
-            None,
-        )
-        content["states"] = self.collect_state()
-        # A learning rate that is a NumPy number could not be read again without running code.
-        content = utils.recursively_apply(
-            numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic)
-        )
-        directory, name = Path(self.config["output_dir"]), f"step-{step:08}.pt"
-        try:
-            if self.accelerator.is_main_process:
-                with open(directory / "checkpoint.tmp", "wb") as file:
-                    torch.save(content, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                torch.load(
-                    directory / "checkpoint.tmp", "cpu", weights_only=True, mmap=True
-                )  # or no resume could
-                os.replace(directory / "checkpoint.tmp", directory / name)
-                entry = os.open(directory, os.O_RDONLY)
-                os.fsync(entry)  # or a power failure could undo the rename
-                os.close(entry)
-                for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
-                    old.unlink(missing_ok=True)
-        except (OSError, RuntimeError, UnpicklingError) as error:
-            if (directory / "checkpoint.tmp").is_file():
-                (directory / "checkpoint.tmp").unlink()
-            problem = f"error: cannot write {name} ({error.__context__ or error!r}), earlier ones stay: --resume auto"
-        if problem := utils.broadcast_object_list([problem])[0]:
-            self.exit(1, problem)
-        self.saved, self.interval_start = time.time(), time.perf_counter()
-
-    def exit(self, status, message):
-        """Exit before the training is complete, once all ranks have reached this call."""
-        self.progress.stop()
-        self.accelerator.print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
-        self.accelerator.wait_for_everyone()
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
-        kill_workers()  # under forkserver they would outlive this process
-        os._exit(status)  # all at once, or the launcher would kill the slower ranks
-
-    def finish(self, test):
-        """Print the results and write summary.json, unless a finished run was only evaluated again."""
-        self.progress.stop()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
-        peak = torch.cuda.max_memory_allocated() if self.accelerator.device.type == "cuda" else peak
-        peaks, rate = (
-            utils.gather_object([peak]),
-            self.samples / self.seconds if self.samples else None,
-        )
-        losses = [
-            line["loss"]
-            for line in map(json.loads, self.metrics.splitlines())
-            if line["event"] == "train"
-        ]
-        results = {
-            "train_loss": losses[-1] if losses else None,
-            **test,
-            "seconds": time.time() - self.started,
-        }
-        results |= {
-            "samples_per_second": rate,
-            "measured_samples": self.samples,
-            "measured_seconds": self.seconds,
-        }
-        results |= {
-            "peak_memory_bytes": max(peaks),
-            "rank_peak_memory_bytes": peaks,
-            **self.own_metrics(),
-        }
-        self.show("results", results)
-        path = Path(self.config["output_dir"], "summary.json")
-        if self.accelerator.is_main_process and not (
-            path.exists() and self.start == self.total_steps
-        ):
-            temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
-            temporary.write_text(
-                json.dumps({**self.config, "resumed_from": self.start, **results}, indent=2) + "\n"
-            )
-            temporary.replace(path)
-
-
-def make_mesh(accelerator, args):
-    """Return the device mesh: one row of processes, or `--replicas` rows, each of which holds the model once."""
-    device, processes = accelerator.device.type, accelerator.num_processes
-    if not distributed.is_initialized():  # Accelerate starts no process group for one process
-        backend = "nccl" if device == "cuda" else "gloo"
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    shape = (processes,) if args.replicas == 1 else (args.replicas, processes // args.replicas)
-    names = ("replicas", "shards")[-len(shape) :]
-    # NCCL has no collectives for CPU tensors: gloo for those.
-    backends = dict.fromkeys(names, "cpu:gloo,cuda:nccl") if args.cpu_offload else None
-    return init_device_mesh(device, shape, mesh_dim_names=names, backend_override=backends)
-
-
-def wait_for_main_process(accelerator):
-    """Wait until the main process has built its model; where it ended with an error, leave the last word to it."""
-    try:
-        accelerator.wait_for_everyone()
-    except RuntimeError as error:
-        exit_with_error(f"the main process has ended ({error!r:.80})")
-
-
-def held_bytes(tensors):
-    """Return how many bytes this process holds for these tensors, of sharded ones with its padding."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values()
-    )
-
-
-def checksum(path):
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class Shards:
-    """A sharded model and its optimizer, as `Run` wants them: `tensors` are what is sharded, `state_dict` all else."""
-
-    def __init__(self, model, optimizer, device):
-        self.model, self.optimizer, self.device, self.held = model, optimizer, device, {}
-        self.hook = optimizer.register_step_post_hook(self.measure)
-
-    def measure(self, *_):
-        """Once, while there are gradients: the bytes of each kind that this process holds."""
-        self.hook.remove()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        kinds = {"parameter": self.model.parameters(), "gradient": gradients}
-        kinds["optimizer"] = [value for value in states if torch.is_tensor(value)]
-        self.held = {f"{name}_bytes": held_bytes(tensors) for name, tensors in kinds.items()}
-
-    def parameters(self):
-        """For `Run.log`, which looks for NaN and inf: [the norm of all local shards], not the parameters."""
-        return [
-            torch.nn.utils.get_total_norm([p.to_local() for p in self.model.parameters()]).to(
-                self.device
-            )
-        ]
-
-    def tensors(self):
-        """Return {name: DTensor} of parameters and optimizer states."""
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            for key, value in {
-                "parameter": parameter,
-                **self.optimizer.state.get(parameter, {}),
-            }.items():
-                if isinstance(value, DTensor):
-                    found[f"{name}/{key}"] = value
-        return found
-
-    def state_dict(self):
-        optimizer = self.optimizer.state_dict()
-        for index, state in optimizer["state"].items():
-            optimizer["state"][index] = {
-                key: x for key, x in state.items() if not isinstance(x, DTensor)
-            }
-        return {"buffers": dict(self.model.named_buffers()), "optimizer": optimizer}
-
-    def load_state_dict(self, saved):
-        get_optimizer_state_dict(
-            self.model, self.optimizer
-        )  # creates them, as the first step would
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for parameter in [
-            p for i, p in enumerate(parameters) if i not in saved["optimizer"]["state"]
-        ]:
-            self.optimizer.state.pop(parameter, None)  # it is frozen, or had no gradient yet
-        states = self.optimizer.state_dict()["state"]
-        for index, state in saved["optimizer"]["state"].items():
-            states[index].update(state)
-        self.optimizer.load_state_dict({**saved["optimizer"], "state": states})
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(saved["buffers"][name])
-        try:
-            dcp.load(self.tensors(), storage_reader=dcp.HuggingFaceStorageReader(saved["folder"]))
-        except CheckpointException as error:
-            raise RuntimeError(*error.failures.values()) from error
-
-
-class ShardedRun(Run):
-    """A run whose checkpoint step-N is a folder: the shards, in files of each process, and in run.pt all else, with
-    the shards' checksums. Nothing in it is a pickle that could run code."""
-
-    @staticmethod
-    def read(path):
-        checkpoint = Run.read(Path(path, "run.pt"))
-        files = sorted(Path(path).glob("*.safetensors"))
-        with ThreadPoolExecutor() as pool:
-            found = dict(zip([file.name for file in files], pool.map(checksum, files), strict=True))
-        if damaged := sorted(found.items() ^ checkpoint["checksums"].items()):
-            raise ValueError(f"{damaged[0][0]} is damaged, missing, or not of this checkpoint")
-        checkpoint["states"][0]["model"]["folder"] = str(path)
-        return checkpoint
-
-    def save(self, step):
-        """Write the folder step-N, which is there whole or not at all, then delete all but the newest `--keep`."""
-        content = {"format": FORMAT, "config": self.config, "step": step, "metrics": self.metrics}
-        content["states"] = self.collect_state()
-        content = utils.recursively_apply(
-            numpy.generic.item, content, test_type=lambda x: isinstance(x, numpy.generic)
-        )
-        main, name, problem = self.accelerator.is_main_process, f"step-{step:08}", None
-        directory, mine, names = Path(self.config["output_dir"]), {}, []
-        temporary = directory / "checkpoint.tmp"
-        if main:
-            shutil.rmtree(temporary, ignore_errors=True)  # what a killed run has left
-        self.accelerator.wait_for_everyone()  # before any rank creates it anew
-        try:
-            tensors = self.state["model"].tensors()
-            # Eight files of a process, one after the other: each is made in memory before it is written.
-            files = {tensor: 1 + index * 8 // len(tensors) for index, tensor in enumerate(tensors)}
-            writer = dcp.HuggingFaceStorageWriter(temporary, files, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer)  # each process its own shards, to the disk
-            names = sorted(path.name for path in temporary.iterdir())
-            share = names[self.accelerator.process_index :: self.accelerator.num_processes]
-            mine = {name: checksum(temporary / name) for name in share}
-        except (CheckpointException, OSError) as error:
-            failures = getattr(error, "failures", {0: (error,)})
-            problem = f"{next(iter(failures.values()))[0]!r:.200}"
-        problems, seen, checksums = zip(*utils.gather_object([(problem, names, mine)]), strict=True)
-        problem = next(filter(None, problems), None)
-        if not problem and any(names != seen[0] for names in seen):
-            problem = f"processes see different files: {directory} has to be a directory that all machines share"
-        content["checksums"] = {name: value for part in checksums for name, value in part.items()}
-        try:
-            if main and not problem:
-                with open(temporary / "run.pt", "wb") as file:
-                    torch.save(content, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                torch.load(
-                    temporary / "run.pt", "cpu", weights_only=True, mmap=True
-                )  # or no resume could
-                self.sync_directory(temporary)
-                os.replace(temporary, directory / name)
-                self.sync_directory(directory)
-                for old in sorted(directory.glob(PATTERN))[: -self.config["keep"]]:
-                    os.replace(
-                        old, temporary
-                    )  # deleting takes a while: none is there in part under its name
-                    shutil.rmtree(temporary)
-        except (OSError, RuntimeError, UnpicklingError) as error:
-            problem = f"{error.__context__ or error!r}"
-        if problem := utils.broadcast_object_list([problem])[0]:
-            if main:
-                shutil.rmtree(temporary, ignore_errors=True)
-            self.exit(
-                1, f"error: cannot write {name} ({problem}), earlier ones stay: --resume auto"
-            )
-        self.saved, self.interval_start = time.time(), time.perf_counter()
-
-    @staticmethod
-    def sync_directory(path):
-        entry = os.open(path, os.O_RDONLY)
-        os.fsync(entry)  # or a power failure could undo what was renamed in it
-        os.close(entry)
-
-    def finish(self, test):
-        held = utils.gather_object([self.state["model"].held])
-        by_rank = {f"rank_{name}": [one[name] for one in held] for name in held[0]}
-        super().finish({**test, **by_rank})
+def first_problem(accelerator, problem):
+    """Return what went wrong on the first process that has a problem, or None, on all processes;
+    all of them have to come here."""
+    problems = [problem]
+    if accelerator.cpu_group:
+        problems *= accelerator.num_processes
+        distributed.all_gather_object(problems, problem, accelerator.cpu_group)
+    return next(filter(None, problems), None)
 
 
 def exit_with_error(message):
-    """Print an error in one line, from one process per node, and exit with status 2."""
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        if SignalHandler.received:  # the launcher's, sent before this rank came here
-            os._exit(2)
-        time.sleep(
-            60
-        )  # the launcher kills all ranks when one exits: let local rank 0 print and exit first
+    """Print an error in one line and exit with status 2. Any process may come here: of those that
+    find the same error at the same time, the first one of the machine prints it."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if rank != 0:
+        wait_for_launcher(4 + rank)
+        message = f"rank {os.environ['RANK']}: {message}"
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
+    kill_workers()
     os._exit(2)  # without the tear-down, in which gloo may abort
 
 
-def parse_args(**own_flags):
-    """Return the parsed flags, with `own_flags`, {name: options of add_argument}, and lock the output directory."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def wait_for_launcher(seconds):
+    """Exit if the launcher ends this process within so many seconds, since another has ended."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if StopSignal.received:  # it has been sent already
+        os._exit(2)
+    time.sleep(seconds)
+
+
+def report_exception(kind, error, trace):
+    """Print an error that nothing has caught and exit; of one that only says that another process
+    has ended, a line, and only if that one's error does not end this process first."""
+    sys.stderr = sys.__stderr__  # torch's hook calls this one, and would print only after it
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in lost):
+        wait_for_launcher(10)
+        text = f"{RECIPE}: rank {os.environ.get('RANK', 0)} ends: another process has ended"
+        print(f"{text} ({error!s:.200})".replace("\n", " "), file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    kill_workers()
+    os._exit(1)
+
+
+# ------------------------------------------------------------------------- command line and launch
+def describe(args, accelerator, steps, **more):
+    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
+    on_gpu = accelerator.device.type == "cuda"
+    packages = (torch, torchvision, accelerate)
+    config = {
+        "recipe": RECIPE,
+        **vars(args),
+        "accumulation": steps.accumulation,
+        "peak_learning_rate": args.lr * args.global_batch_size / 128,
+        "steps": steps.total,
+        "steps_per_epoch": steps.per_epoch,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "world_size": accelerator.num_processes,
+        "versions": {package.__name__: package.__version__ for package in packages},
+        "date": time.strftime("%Y-%m-%d"),
+        **more,
+    }
+    # As it will be read again; a NumPy number becomes a float.
+    as_json = json.dumps(config, default=lambda x: float(x) if hasattr(x, "item") else str(x))
+    return json.loads(as_json)
+
+
+def number_above(low, kind):
+    """Return a type for a flag: an int or float above `low`."""
+
+    def parse(text):
+        value = kind(text)
+        if not low < value < 2**32:
+            raise argparse.ArgumentTypeError(
+                f"{text}, choose a number above {low} and below {2**32}"
+            )
+        return value
+
+    parse.__name__ = kind.__name__  # for "invalid int value"
+    return parse
+
+
+positive_int = number_above(0, int)
+positive_float = number_above(0, float)
+
+
+def parse_args(add_flags):
+    """Return the parsed flags. Exit with an error, in one line, if one is wrong."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.error = exit_with_error
 
-    def add(name, help, **options):
+    def add(name, help, may_differ=False, **options):
+        """Add a flag; with `may_differ`, a run that is resumed may have another value of it."""
         default = "" if options.get("default") is None else " (default: %(default)s)"
-        parser.add_argument(name, help=help + default, **options)
+        flag = parser.add_argument(name, help=help + default, **options)
+        if may_differ:
+            Checkpoints.may_differ.add(flag.dest)
 
-    add(
-        "--data",
-        "synthetic needs no files, no network",
-        choices=("cifar10", "synthetic"),
-        default="cifar10",
-    )
-    add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data")
-    add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
-    add(
-        "--stem",
-        "of resnet50: 3x3, or ImageNet's 7x7",
-        choices=("cifar", "imagenet"),
-        default="cifar",
-    )
-    add(
-        "--weights",
-        "start from model.safetensors, or a state dict as torchvision's",
-        metavar="PATH",
-    )
-    add("--epochs", "passes over the training set; 0 only evaluates", type=int, default=30)
-    add("--max-steps", "stop after this many optimizer steps", type=int)
-    add("--batch-size", "samples per batch of the DataLoader", type=int, default=128)
-    add("--lr", "peak learning rate per 128 samples of global batch", type=float, default=0.1)
-    add("--seed", "of weights, order and augmentation", type=int, default=0)
-    for name, options in own_flags.items():
-        add(f"--{name.replace('_', '-')}", **options)
-    add("--cpu", "do not use the GPUs: processes on CPU cores, over gloo", action="store_true")
-    add("--output-dir", "for checkpoints, metrics, summary and weights", default=f"runs/{RECIPE}")
-    add(
-        "--checkpoint-every",
-        "optimizer steps between checkpoints, besides those at epochs' ends",
-        type=int,
-    )
-    add("--keep", "how many checkpoints to keep", type=int, default=2)
-    add(
-        "--resume",
-        "resume from a checkpoint; auto: the newest in the output directory",
-        metavar="{auto,PATH}",
-    )
-    add(
-        "--log-every",
-        "optimizer steps between lines of metrics (default: 50 on GPUs, 10 on CPU)",
-        type=int,
-    )
-    add(
-        "--tracker",
-        "where metrics go, too",
-        choices=[x.value for x in accelerate.tracking.get_available_trackers()],
-    )
+    add_flags(add)
+    natural = number_above(-1, int)
+    free = {"may_differ": True}
+    trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
+    add("--weights", "start from model.safetensors, or a state dict", metavar="PATH", **free)
+    add("--epochs", "passes over the training set; 0 evaluates", type=natural, default=30)
+    add("--max-steps", "stop after this many optimizer steps", type=positive_int)
+    add("--batch-size", "most samples per process at once", type=positive_int, default=128)
+    add("--global-batch-size", "samples per optimizer step of all processes", type=positive_int)
+    add("--lr", "peak rate per 128 samples of global batch", type=positive_float, default=0.1)
+    add("--seed", "of weights, order and augmentation", type=natural, default=0)
+    add("--cpu", "do not use the GPUs: CPU cores, over gloo", action="store_true", **free)
+    add("--threads", "CPU threads per process", type=positive_int, **free)
+    add("--output-dir", "for checkpoints and results", default=f"runs/{RECIPE}", **free)
+    add("--checkpoint-every", "steps between checkpoints", type=positive_int, **free)
+    add("--keep", "how many checkpoints to keep", type=positive_int, default=2, **free)
+    add("--resume", "where to begin", default="auto", metavar="{auto,PATH}", **free)
+    add("--log-every", "steps between lines (50 on GPUs, 10 on CPU)", type=positive_int, **free)
+    add("--tracker", "where metrics go, too", choices=trackers, **free)
+    add("--hang-timeout", "s until a stall ends it", type=positive_float, default=600, **free)
     args = parser.parse_args()
-    unchecked = own_flags.keys() - {
-        "accumulation_steps",
-        "clip_norm",
-        "microbatches",
-        "replicas",
-    }  # a copy's own
-    for name, value in vars(args).items():
-        low, flag = -1 if name in ("epochs", "seed") else 0, f"--{name.replace('_', '-')}"
-        if type(value) in (int, float) and name not in unchecked and not low < value < 2**32:
-            exit_with_error(
-                f"argument {flag}: {value}, choose a number above {low} and below {2**32}"
-            )
-    try:
-        os.makedirs(args.output_dir, exist_ok=True)
-        if (
-            int(os.environ.get("RANK", 0)) == 0
-        ):  # two runs in one directory would destroy each other's checkpoints
-            lock = os.open(
-                Path(args.output_dir, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666
-            )  # until this process ends
-            os.lockf(lock, os.F_TLOCK, 0)
-            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
-    except BlockingIOError:
-        owner = os.read(lock, 99).decode().strip()
-        exit_with_error(
-            f"{args.output_dir} is in use by {owner}: stop it, or choose another --output-dir"
-        )
-    except OSError as error:
-        exit_with_error(
-            f"argument --output-dir: cannot write to {args.output_dir} ({error.strerror}), choose another"
-        )
-    checkpoints = list(Path(args.output_dir).glob("step-*"))
-    restarts = [
-        int(os.environ.get(name, 0))
-        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    ]
-    launched = (
-        psutil.Process(os.getppid()).create_time() if restarts[0] else 0
-    )  # older ones are not of this launch
-    if any(restarts) and any(path.stat().st_mtime > launched for path in checkpoints):
-        args.resume = "auto"
-    if checkpoints and args.resume is None:
-        exit_with_error(
-            f"{args.output_dir} holds a run's checkpoints: --resume auto, or choose another --output-dir"
-        )
+    sys.excepthook = report_exception
     return args
 
 
+def lock_output_directory(directory):
+    """Exit with an error if another run uses the directory: they would destroy each other's files.
+    The lock lasts until this process ends."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if int(os.environ.get("RANK", 0)) != 0:
+            return
+        lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        os.lockf(lock, os.F_TLOCK, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
+    except BlockingIOError:
+        owner = os.read(lock, 99).decode().strip()
+        remedy = "stop it, or choose another --output-dir"
+        exit_with_error(f"{directory} is in use by {owner}: {remedy}")
+    except OSError as error:
+        reason = f"cannot write to {directory} ({error.strerror})"
+        exit_with_error(f"argument --output-dir: {reason}, choose another")
+
+
 def make_accelerator(args, precision, *handlers):
-    """Return the Accelerator, on GPUs or, where there are none, on CPU; exit with an error where that cannot work, or
-    where the launcher was told something that this recipe does not do."""
+    """Return the Accelerator, on GPUs or, where there are none, on CPU, with `cpu_group`, a gloo
+    process group, or None for a single process. Exit with an error where that cannot work."""
     mixed_precision = "no" if precision == "fp32" else precision
-    if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # Accelerate's barriers would go to the GPUs all the same
-        )
-    rank, processes = (
-        utils.get_int_from_env(["LOCAL_RANK"], 0),
-        utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1),
-    )
-    gpus = torch.cuda.device_count()
-    if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-        exit_with_error(
-            "this Slurm job has GPUs and this step none: srun --gpus-per-node=N, or --cpu to do without"
-        )
-    if 0 < gpus < processes:
-        exit_with_error(
-            f"{processes} processes, {gpus} GPU(s): launch with --num_processes {gpus}, or use --cpu"
-        )
-    if gpus:
-        try:
-            torch.cuda.set_device(rank)
-            torch.ones(1, device="cuda")
-        except RuntimeError as error:
-            remedy = "if it or its driver is too old for this torch, see pytorch.org/get-started"
-            exit_with_error(
-                f"torch {torch.__version__} cannot use this GPU ({error!s:.200}): {remedy}"
-            )
-        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // processes))  # the launcher's default is one
-    args.log_every = args.log_every or (50 if gpus else 10)
-    supported = dict.fromkeys(
-        "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG".split(), "false"
-    )
-    supported |= {
-        "GRADIENT_ACCUMULATION_STEPS": str(getattr(args, "accumulation_steps", 1)),
-        "DYNAMO_BACKEND": "no",
-    }
-    for name, ours in (supported | {"MIXED_PRECISION": mixed_precision}).items():
-        told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
-        if told not in ("no", ours):
-            exit_with_error(
-                f"the launcher's {name.lower()} is {told}, which this recipe does not do: see its --help"
-            )
-    if (
-        utils.get_int_from_env(["WORLD_SIZE"], 1) > processes
-        and "GLOO_SOCKET_IFNAME" not in os.environ
-    ):
-        # gloo would take the address of the host's name, often 127.0.1.1: take the interface to the first machine.
-        # On the first machine that may be loopback, too: take the default route's.
-        for host in (os.environ["MASTER_ADDR"], "192.0.2.1"):
-            family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                own = probe.getsockname()[0]
-            if not own.startswith("127.") or host in ("localhost", "127.0.0.1"):
-                break
-        interfaces = [
-            name
-            for name, found in psutil.net_if_addrs().items()
-            if own in [x.address for x in found]
-        ]
-        os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        try:
-            socket.create_connection(
-                (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 60
-            ).close()
-        except OSError as error:  # torch would look for its store until TIMEOUT
-            exit_with_error(
-                f"the launcher, or that of the first machine, has ended ({error}): its output says why"
-            )
-        if attempt := utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0):
-            # The store still has the addresses of the processes that died: keep the new ones from dialling them.
-            store, rank, world_size = next(distributed.rendezvous("env://"))
-            store = distributed.PrefixStore(f"attempt {attempt}", store)
-            distributed.init_process_group(
-                "nccl" if gpus else "gloo", None, TIMEOUT, world_size, rank, store
-            )
-    data_seed = random.Random(args.seed).getrandbits(
-        31
-    )  # Accelerate adds the epoch: the seeds must not overlap
+    check_launcher(mixed_precision)
+    on_gpus = choose_device(args)
+    if precision == "bf16":
+        check_bf16(on_gpus)
+    separate_restarts("nccl" if on_gpus else "gloo")
+    # Accelerate adds the epoch: the runs' seeds must not overlap.
+    data_seed = random.Random(args.seed).getrandbits(31)
     accelerator = Accelerator(
-        cpu=not gpus,  # without it, processes on a machine without GPUs would not see each other
+        cpu=not on_gpus,  # or processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
@@ -1421,86 +1326,580 @@ def make_accelerator(args, precision, *handlers):
         ),
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
-    launched = utils.get_int_from_env(
-        ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"], 1
-    )
-    if launched != (seen := accelerator.num_processes):
-        exit_with_error(
-            f"{launched} processes were started, this one sees {seen}: start them with accelerate launch"
-        )
+    names = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+    started = utils.get_int_from_env(names, 1)
+    if started != accelerator.num_processes:
+        seen = f"{started} processes were started, this one sees {accelerator.num_processes}"
+        exit_with_error(f"{seen}: start them with accelerate launch")
+    # Barriers and objects by gloo: NCCL's end only after TIMEOUT if a process has ended.
+    in_group = accelerator.use_distributed
+    accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
 
 
-class ImageTensors(Dataset):
-    """Images as one tensor on the device; one indexing operation selects, crops, flips and normalises a whole batch.
+def check_launcher(mixed_precision):
+    """Exit with an error where the launcher was told something that this recipe does not do, or
+    has ended, or could not restart this run."""
+    names = ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
+    supported = dict.fromkeys(names, "false")
+    supported["GRADIENT_ACCUMULATION_STEPS"] = "1"
+    supported["DYNAMO_BACKEND"] = "no"
+    supported["MIXED_PRECISION"] = mixed_precision
+    for name, ours in supported.items():
+        told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
+        if told not in ("no", ours):
+            what = f"the launcher's {name.lower()} is {told}"
+            exit_with_error(f"{what}, which this recipe does not do: see its --help")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        socket.create_connection(address, 60).close()
+    except OSError as error:  # torch would look for its store until TIMEOUT
+        what = "the launcher, or that of the first machine, has ended"
+        exit_with_error(f"{what} ({error}): its output says why")
+    several_machines = os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
+    if several_machines and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        # The processes of the next attempt would find the addresses of those that have died.
+        remedy = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv_backend c10d"
+        exit_with_error(f"restarts on several machines need a new store each: {remedy}")
 
-    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,) int64 out. With
-    `augmentation_seed`: zero padding by 4, a random crop back to H x W, and a horizontal flip with probability 1/2.
+
+def separate_restarts(backend):
+    """After a restart by the launcher, keep what this process reads from the launcher's store apart
+    from what the processes that died have left there: it would dial their addresses."""
+    attempt = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
+    if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, world_size = next(distributed.rendezvous("env://"))
+        store = distributed.PrefixStore(f"attempt {attempt}", store)
+        distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
+
+
+def choose_device(args):
+    """Choose this process's GPU and threads; return whether there are GPUs. Exit with an error
+    where processes and GPUs do not match."""
+    if args.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
+    processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        remedy = "srun --gpus-per-node=N, or --cpu to do without"
+        exit_with_error(f"this Slurm job has GPUs and this step none: {remedy}")
+    if 0 < gpus < processes:
+        remedy = f"launch with --num_processes {gpus}, or use --cpu"
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}")
+    if gpus:
+        torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
+        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    told = utils.get_int_from_env(["OMP_NUM_THREADS"], 1)  # the launcher's default is 1
+    share = told if told > 1 else max(1, cores // processes)
+    torch.set_num_threads(args.threads or share)
+    args.log_every = args.log_every or (50 if gpus else 10)
+    return gpus > 0
+
+
+def check_bf16(on_gpu):
+    """Exit with an error if this GPU has no bf16; say so if this CPU has not, and emulates it."""
+    if has_bf16(on_gpu):
+        return
+    if on_gpu:
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose another --precision")
+    if int(os.environ.get("RANK", 0)) == 0:
+        text = "this CPU has no bf16 instructions: it is emulated, and much slower than fp32"
+        print(f"{RECIPE}: warning: {text}", file=sys.stderr)
+
+
+def has_bf16(on_gpu):
+    """Return whether the device has instructions for bf16."""
+    if on_gpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+
+
+# ----------------------------------------------------------------------------------------- CIFAR-10
+class ImageTensors(Dataset):
+    """Images as one tensor on the device; one indexing operation selects, crops, flips and
+    normalises a whole batch.
+
+    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
+    int64 out. With `augmentation_seed`: zero padding by 4, a random crop back to H x W, and a
+    horizontal flip with probability 1/2.
     """
 
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
 
     def __init__(self, images, labels, device, augmentation_seed=None):
-        self.labels, self.seed, self.size = labels.to(device), augmentation_seed, images.shape[1:3]
+        self.labels = labels.to(device)
+        self.seed = augmentation_seed
+        self.height, self.width = images.shape[1:3]
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
         self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
-        self.augmentation = torch.zeros(
-            3, len(labels), dtype=torch.int64, device=device
-        ).share_memory_()  # for workers
+        # Shared, for persistent workers: top, left and flip of each sample.
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+        self.augmentation.share_memory_()
 
     def __len__(self):
         return len(self.labels)
 
     def set_epoch(self, epoch):
-        """Draw crop and flip of every sample from (seed, epoch, index) alone, whichever process holds it."""
-        if self.seed is not None:
-            generator = torch.Generator().manual_seed(
-                random.Random(f"{self.seed}/{epoch}").getrandbits(32)
-            )
-            offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
-            self.augmentation[:] = torch.cat(
-                (offsets, torch.randint(2, (1, len(self)), generator=generator))
-            )
+        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
+        if self.seed is None:
+            return
+        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
+        generator = torch.Generator().manual_seed(seed)
+        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
+        flips = torch.randint(2, (1, len(self)), generator=generator)
+        self.augmentation[:] = torch.cat((offsets, flips))
 
     def __getitems__(self, indices):
-        index = torch.tensor(indices).to(self.labels.device, non_blocking=True)
+        device = self.labels.device
+        index = torch.tensor(indices).to(device, non_blocking=True)
         top, left, flip = self.augmentation[:, index, None]
-        rows, columns = (torch.arange(size, device=index.device) for size in self.size)
+        rows = top + torch.arange(self.height, device=device)
+        columns = torch.arange(self.width, device=device)
         columns = left + torch.where(flip == 1, columns.flip(0), columns)
-        images = self.images[index[:, None, None], (top + rows)[:, :, None], columns[:, None, :]]
+        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
         mean, std = self.statistics
-        return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2), self.labels[index]
+        images = images.float().div_(255).sub_(mean).div_(std)
+        return images.permute(0, 3, 1, 2), self.labels[index]
 
 
 def cifar10(directory, accelerator):
-    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process per machine first:
-    (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
+    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
+    per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
     problem = None  # told below: no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
-            sets = [
-                torchvision.datasets.CIFAR10(directory, train=train, download=True)
-                for train in (True, False)
-            ]
+            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
+            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            problem = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error}): --data synthetic"
-    for found in filter(None, utils.gather_object([problem])):
-        exit_with_error(found)
-    return [(torch.from_numpy(dataset.data), torch.tensor(dataset.targets)) for dataset in sets]
+            missing = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error})"
+            problem = f"{missing}: --data synthetic"
+    problem = first_problem(accelerator, problem)
+    if problem:
+        exit_with_error(problem)
+    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
 
 def synthetic_images(samples, seed):
-    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8, (N,) int64."""
+    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8
+    and (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = (
-        128
-        + 32 * F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1).contiguous()
-    )
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * patterns.contiguous()
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
     images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
     return images.clamp_(0, 255).byte(), labels
+
+
+# =============================================================================== this recipe's own
+def add_sharding_flags(add):
+    """Declare the flags that this technique needs, whatever is trained."""
+    free = {"may_differ": True}
+    switch = {"action": "store_true", **free}
+    add("--precision", "bf16: sums gradients in fp32", choices=("fp32", "bf16"), default="fp32")
+    add("--replicas", "sharded models side by side (HSDP)", type=positive_int, default=1, **free)
+    add("--sync-each-batch", "accumulate gradients in shards: less memory, slower", **switch)
+    add("--activation-checkpointing", "compute activations twice instead of keeping them", **switch)
+    add("--cpu-offload", "shards in the host's memory, on the GPU while in use", **switch)
+
+
+def check_sharding_flags(args):
+    """Exit with an error where processes or GPUs cannot do what a flag says."""
+    processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
+    if processes % args.replicas:
+        what = f"{args.replicas} do not divide the {processes} process(es)"
+        exit_with_error(f"argument --replicas: {what}")
+    if args.cpu_offload and (args.cpu or not torch.cuda.is_available()):
+        what = "there is nothing to offload without a GPU, leave it out"
+        exit_with_error(f"argument --cpu-offload: {what}")
+
+
+def make_mesh(accelerator, args):
+    """Return the device mesh: one row of processes, or `--replicas` rows, each of which holds the
+    model once. Its groups are made here because those of `init_device_mesh` have other timeouts."""
+    device = accelerator.device.type
+    if not distributed.is_initialized():  # Accelerate starts no process group for one process
+        backend = "nccl" if device == "cuda" else "gloo"
+        store = distributed.HashStore()
+        distributed.init_process_group(backend, None, TIMEOUT, 1, 0, store)
+    if args.replicas == 1 and not args.cpu_offload:
+        return DeviceMesh.from_group(distributed.group.WORLD, device, mesh_dim_names=("shards",))
+    rows = torch.arange(accelerator.num_processes).view(args.replicas, -1)
+    # NCCL has no collectives for CPU tensors: gloo for those.
+    backend = "cpu:gloo,cuda:nccl" if args.cpu_offload else None
+    shards, _ = distributed.new_subgroups_by_enumeration(rows.tolist(), TIMEOUT, backend)
+    if args.replicas == 1:
+        return DeviceMesh.from_group(shards, device, mesh_dim_names=("shards",))
+    replicas, _ = distributed.new_subgroups_by_enumeration(rows.T.tolist(), TIMEOUT, backend)
+    names = ("replicas", "shards")
+    return DeviceMesh.from_group([replicas, shards], device, rows, mesh_dim_names=names)
+
+
+def build_sharded_model(args, accelerator):
+    """Return the model of `build_model`, with `--weights`, sharded.
+
+    No GPU ever holds all parameters. The main process builds the whole model in CPU memory (beside
+    --weights, if given) and sends each rank its shards. If it does not fit there, leave out
+    `send_weights` and let each rank fill its shards: by the modules' `reset_parameters()` (the
+    weights then depend on the number of processes), or by `dcp.load` from a checkpoint of this
+    recipe or any folder of .safetensors files.
+    """
+    whole = None
+    if accelerator.is_main_process:
+        whole = load_weights(accelerator, build_model(args), args)
+    if accelerator.cpu_group:
+        # Until the main process has built it. Gloo's ends when the main process has ended; NCCL's,
+        # the default group's, would wait until TIMEOUT.
+        distributed.barrier(accelerator.cpu_group)
+    with torch.device("meta"):  # shapes without memory
+        model = build_model(args)
+    check_units(model)
+    mesh = make_mesh(accelerator, args)
+    shard(model, args, mesh)
+    send_weights(whole, model, accelerator, mesh, args.cpu_offload)
+    if not (args.sync_each_batch or args.cpu_offload):
+        # Gradients stay whole, and on each rank its own, until a step's last microbatch.
+        model.register_forward_pre_hook(
+            lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients)
+        )
+    return model
+
+
+def parameters_of_units(model):
+    """Return the sets of parameters that are sharded together: the units', and the root's, which
+    are in none of them."""
+    units = shard_units(model)
+    inside = {module for unit in units for module in unit.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    root = {p for module in outside for p in module.parameters(recurse=False)}
+    return [*(set(unit.parameters()) for unit in units), root]
+
+
+def check_units(model):
+    """Exit with an error if a parameter is in more than one unit."""
+    groups = parameters_of_units(model)
+    if len(set(chain(*groups))) < sum(map(len, groups)):
+        what = "a unit shares a parameter with another or with the root"
+        exit_with_error(f"shard_units: {what}: put both into one")
+
+
+def describe_shards(model):
+    """Return how much of the model a process holds, in words."""
+    total = sum(p.numel() for p in model.parameters())
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    largest = max(sum(p.numel() for p in group) for group in parameters_of_units(model))
+    return f"{mine:,} of {total:,} parameters per process, {largest:,} in the largest unit"
+
+
+def shard(model, args, mesh):
+    """Shard the units of a model on the meta device over the mesh, and then what is left of it
+    (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
+
+    Accelerate's own FSDP plugin needs GPUs, so that here it supplies processes, devices, data and
+    optimizer, and torch the sharding. What a model has to observe:
+    - `build_model` is called on the meta device, too: no `.item()` in it, buffers instead of plain
+      tensors, and no parameters without dimensions, which FSDP cannot shard.
+    - A unit shares no parameter with another or with the root.
+    - All processes run the same units in the same order: of LayerDrop, multiply the output by 0.
+    - With --activation-checkpointing, a forward pass, which is repeated, changes no other buffers
+      than running statistics.
+    BatchNorm normalises over a process's own batch, as with DDP. Its running statistics are not
+    sharded, and each process has its own: all evaluate with the main process's, which are saved.
+    """
+    model.to(memory_format=torch.contiguous_format)  # FSDP needs it; activations are channels_last
+    offload = fsdp.CPUOffloadPolicy() if args.cpu_offload else fsdp.OffloadPolicy()
+    shard_over = partial(fsdp.fully_shard, mesh=mesh, offload_policy=offload)
+    options = {}
+    if args.precision == "bf16":  # gathered and computed in bf16; gradients reduced in fp32
+        options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for unit in [*shard_units(model), model]:
+        norms = [x for x in unit.modules() if isinstance(x, nn.modules.batchnorm._NormBase)]
+        if args.activation_checkpointing and unit is not model:
+            checkpoint_activations(unit, norms)
+        own = [x for x in norms if x.affine and not isinstance(x, fsdp.FSDPModule)]
+        if args.precision == "bf16" and own:  # fp32 statistics need fp32 weights: their own group
+            shard_over(own)
+        if args.precision == "bf16" and unit is model:
+            options["output_dtype"] = torch.float32  # for the loss
+        shard_over(unit, mp_policy=fsdp.MixedPrecisionPolicy(**options))
+
+
+def checkpoint_activations(unit, norms):
+    """Keep only the inputs of a unit's forward pass; the backward pass repeats it, without counting
+    its batch once more in the running statistics of `norms`, its BatchNorms and InstanceNorms."""
+
+    @contextmanager
+    def frozen_statistics():
+        kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+        for norm in norms:
+            norm.momentum = 0.0
+            norm.num_batches_tracked = None
+        try:
+            yield
+        finally:
+            for norm, (momentum, batches) in zip(norms, kept, strict=True):
+                norm.momentum = momentum
+                norm.num_batches_tracked = batches
+
+    unit.forward = partial(
+        torch.utils.checkpoint.checkpoint,
+        unit.forward,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), frozen_statistics()),  # of the first pass, of the second
+    )
+
+
+def send_weights(whole, model, accelerator, mesh, offload):
+    """Fill the shards, and the buffers, from the main process's `whole` model (None elsewhere),
+    tensor by tensor."""
+    model.to_empty(device="cpu" if offload else accelerator.device)
+    tensors = {}
+    if whole:
+        tensors = dict(chain(whole.named_parameters(), whole.named_buffers()))
+    for name, value in chain(model.named_parameters(), model.named_buffers()):
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=accelerator.device)
+        if whole:
+            tensor.copy_(tensors[name].detach())
+        if isinstance(value, DTensor):
+            shards = distribute_tensor(tensor, mesh, value.placements)
+            value.to_local().detach().copy_(shards.to_local())
+        else:
+            distributed.broadcast(tensor, 0)
+            value.data = tensor
+
+
+def send_buffers_if_needed(model):
+    """Send the main process's buffers before each forward pass, but not BatchNorm's, which training
+    does not read: `evaluate` sends those."""
+    batchnorm = nn.modules.batchnorm._BatchNorm
+    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
+    buffers = [buffer for module in others for buffer in module.buffers(recurse=False)]
+
+    def send(*_):
+        utils.broadcast(buffers)  # in place
+
+    if buffers:
+        model.register_forward_pre_hook(send)
+
+
+def norm_of_shards(model):
+    """Return the norm of what this process holds of the parameters."""
+    return torch.nn.utils.get_total_norm([p.to_local() for p in model.parameters()])
+
+
+def held_after_first_step(model, optimizer):
+    """Return a dictionary that will have, after the first step, while there are gradients, how many
+    bytes this process holds of parameters, gradients and optimizer state."""
+    held = {}
+
+    def measure(*_):
+        hook.remove()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        held["parameter_bytes"] = held_bytes(model.parameters())
+        held["gradient_bytes"] = held_bytes(gradients)
+        held["optimizer_bytes"] = held_bytes([x for x in states if torch.is_tensor(x)])
+
+    hook = optimizer.register_step_post_hook(measure)
+    return held
+
+
+def held_bytes(tensors):
+    """Return how many bytes this process holds for tensors, of sharded ones with the padding."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    storages = [x.untyped_storage() for x in local]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def of_each_rank(held):
+    """Return {"rank_parameter_bytes": [of rank 0, of rank 1, ...], ...}."""
+    of_ranks = utils.gather_object([held])
+    return {f"rank_{name}": [one[name] for one in of_ranks] for name in held}
+
+
+class ShardedCheckpoints(Checkpoints):
+    """The checkpoints step-N in the output directory: folders with the shards of the parameters and
+    of the optimizer's state, in files of each process, and with run.pt, which has all else, and
+    these files' checksums. Nothing in them is a pickle that could run code."""
+
+    pattern = f"step-{'[0-9]' * 8}"
+
+    def shards(self):
+        """Return {name: DTensor}, of parameters and optimizer states."""
+        found = {}
+        for name, parameter in self.states["model"].named_parameters():
+            states = self.states["optimizer"].state.get(parameter, {})
+            for key, value in {"parameter": parameter, **states}.items():
+                if isinstance(value, DTensor):
+                    found[f"{name}/{key}"] = value
+        return found
+
+    def collect_states(self):
+        """Return what is not sharded."""
+        states = super().collect_states()
+        states["model"] = dict(self.states["model"].named_buffers())
+        of_parameters = states["optimizer"]["state"]
+        for index, state in of_parameters.items():
+            of_parameters[index] = {k: x for k, x in state.items() if not isinstance(x, DTensor)}
+        return states
+
+    def load_states(self, saved):
+        for name in self.states.keys() - {"model", "optimizer"}:
+            self.states[name].load_state_dict(saved[name])
+        for name, buffer in self.states["model"].named_buffers():
+            buffer.copy_(saved["model"][name])
+        self.load_optimizer(saved["optimizer"])
+        reader = dcp.HuggingFaceStorageReader(saved["folder"])
+        group = self.accelerator.cpu_group
+        try:
+            dcp.load(self.shards(), storage_reader=reader, process_group=group)
+        except dcp.CheckpointException as error:
+            raise RuntimeError(*error.failures.values()) from error
+
+    def load_optimizer(self, saved):
+        """Load what is not sharded, and make room for the shards."""
+        optimizer = self.states["optimizer"]
+        # This creates the states, as the first step would.
+        get_optimizer_state_dict(self.states["model"], optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if index not in saved["state"]:  # it is frozen, or had no gradient yet
+                optimizer.state.pop(parameter, None)
+        states = optimizer.state_dict()["state"]
+        for index, state in saved["state"].items():
+            states[index].update(state)
+        optimizer.load_state_dict({**saved, "state": states})
+
+    def read(self, path):
+        checkpoint = super().read(Path(path, "run.pt"))
+        files = sorted(Path(path).glob("*.safetensors"))
+        with ThreadPoolExecutor() as pool:
+            checksums = list(pool.map(checksum, files))
+        found = {file.name: value for file, value in zip(files, checksums, strict=True)}
+        wrong = sorted(found.items() ^ checkpoint["checksums"].items())
+        if wrong:
+            raise ValueError(f"{wrong[0][0]} is damaged, missing, or not of this checkpoint")
+        checkpoint["states"]["folder"] = str(path)
+        return checkpoint
+
+    def write(self, content, path):
+        temporary = self.directory / "checkpoint.tmp"
+        try:
+            checksums = self.write_shards(temporary)
+            if self.accelerator.is_main_process:
+                save_to_disk({**content, "checksums": checksums}, temporary / "run.pt")
+                sync_directory(temporary)
+                if path.exists():  # it was damaged, or this run would have begun there
+                    self.delete(path)
+                os.replace(temporary, path)
+                sync_directory(self.directory)
+        finally:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def write_shards(self, directory):
+        """Write the shards, each process its own, to the disk. Return {file name: checksum} of all
+        of them, or raise an error on all processes."""
+        if self.accelerator.is_main_process:
+            shutil.rmtree(directory, ignore_errors=True)  # what a killed run has left
+        first_problem(self.accelerator, None)  # waits: before that, none creates it anew
+        problem = None
+        names = []
+        checksums = {}
+        try:
+            self.save_shards(directory)
+            names = sorted(path.name for path in directory.iterdir())
+            share = names[self.accelerator.process_index :: self.accelerator.num_processes]
+            checksums = {name: checksum(directory / name) for name in share}
+        except OSError as error:
+            problem = repr(error)
+        problem = first_problem(self.accelerator, problem)
+        if problem:
+            raise RuntimeError(problem)
+        seen = utils.gather_object([(names, checksums)])
+        if any(names != theirs for theirs, _ in seen):
+            remedy = f"{self.directory} has to be a directory that all machines share"
+            raise RuntimeError(f"processes see different files: {remedy}")
+        return {name: value for _, part in seen for name, value in part.items()}
+
+    def save_shards(self, directory):
+        """Write this process's shards into eight files, one after the other: each is made in memory
+        before it is written. Raise OSError on all processes if one cannot."""
+        shards = self.shards()
+        files = {name: 1 + index * 8 // len(shards) for index, name in enumerate(shards)}
+        writer = dcp.HuggingFaceStorageWriter(directory, files, save_distributed=True)
+        group = self.accelerator.cpu_group
+        try:
+            dcp.save(shards, storage_writer=writer, process_group=group)
+        except dcp.CheckpointException as error:
+            first, _ = next(iter(error.failures.values()))
+            raise OSError(f"{first!r:.200}") from None
+
+    def delete(self, path):
+        deleted = self.directory / "deleted.tmp"
+        shutil.rmtree(deleted, ignore_errors=True)  # what a killed run has left
+        os.replace(path, deleted)  # deleting takes a while: none is there in part under its name
+        shutil.rmtree(deleted)
+
+
+Checkpoints.may_differ |= {"holds"}
+
+
+def checksum(path):
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def save_weights(model, directory, is_main_process):
+    """Write model.safetensors, gathered tensor by tensor: no process ever holds the whole model for
+    it. Of several names of one tensor (tied weights) it has the first, as `save_model` writes."""
+    names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
+    state = {name: x for name, x in model.state_dict().items() if name in names.values()}
+    # Largest elements first: aligned without gaps, as the format demands.
+    values = sorted(state.items(), key=lambda item: -item[1].element_size())
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, value in values:
+        begin = end
+        end = begin + value.numel() * value.element_size()
+        dtype = SAFETENSORS_NAMES[value.dtype]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [begin, end]}
+    header = json.dumps(header).encode()
+    header += b" " * (-len(header) % 8)
+    path = Path(directory, "model.safetensors")
+    temporary = path.with_suffix(".tmp")  # an earlier one stays until this is whole
+    with open(temporary if is_main_process else os.devnull, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _, value in values:
+            # All processes gather, and copy: none may run ahead of the file.
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = whole.detach().cpu()
+            if is_main_process:
+                file.write(whole.flatten().view(torch.uint8).numpy())
+    if is_main_process:
+        temporary.replace(path)
 
 
 if __name__ == "__main__":

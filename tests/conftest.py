@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ HAS_REAL_DATA = (REAL_DATA / "cifar-10-batches-py").is_dir()
 needs_real_data = pytest.mark.skipif(
     not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
 )
+SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
 
 
 def load(path):
@@ -72,17 +72,7 @@ def launch(processes, script, *arguments, **kwargs):
 def train(processes, output_dir, *arguments, recipe="ddp_cifar", **kwargs):
     """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and
     left behind."""
-    defaults = [
-        "--data",
-        "synthetic",
-        "--model",
-        "simple_cnn",
-        "--cpu",
-        "--log-every",
-        1,
-        "--output-dir",
-        output_dir,
-    ]
+    defaults = [*SMALL, "--log-every", 1, "--output-dir", output_dir]
     process = launch(processes, ROOT / f"recipes/{recipe}.py", *defaults, *arguments, **kwargs)
     return SimpleNamespace(process=process, **outputs(output_dir))
 
@@ -102,16 +92,9 @@ def free_port():
 
 
 def both_stages(recipe, model, args, autocast):
-    """The stages of the pipeline, made as `make_pipeline` makes one of them, without processes."""
-    stages = []
-    for blocks in recipe.cut(recipe.model_blocks(model), args):
-        stages.append(
-            recipe.Stage(
-                OrderedDict((name.replace(".", "/"), block) for name, block in blocks.items())
-            )
-        )
-        stages[-1].autocast = autocast
-    return stages
+    """The stages of the pipeline, made as `Pipeline` makes one of them, without processes."""
+    blocks = recipe.cut(recipe.model_blocks(model), args)
+    return [recipe.Stage(part, autocast) for part in blocks]
 
 
 def wait_until(condition, seconds=60):
@@ -121,16 +104,15 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine
     without."""
+    config.addinivalue_line("markers", "copied(recipe, ...): see the fixture `outcome`")
     global GPUS, VISIBLE
     GPUS = torch.cuda.device_count()
-    VISIBLE = {
-        "CUDA_VISIBLE_DEVICES": os.environ.get(
-            "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))
-        )
-    }
+    all_of_them = ",".join(map(str, range(GPUS)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_of_them)
+    VISIBLE = {"CUDA_VISIBLE_DEVICES": visible}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -194,24 +176,67 @@ def train_forked(directory, *runs, together=2, **env):
     launcher; {...} at the end of a run is for programs/forked.py."""
     described = []
     for index, (processes, recipe, flags, *more) in enumerate(runs):
-        one = {
-            "processes": processes,
-            "recipe": recipe,
-            "flags": ["--log-every", 1, *flags],
-            "plain": True,
-        }
-        described.append(
-            {**one, "directory": Path(directory, str(index)), **(more[0] if more else {})}
-        )
+        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags]}
+        one |= {"plain": True, "directory": Path(directory, str(index))}
+        described.append({**one, **(more[0] if more else {})})
+    answers = forked(described, directory, together, **env)
     results = []
-    for one, (codes, output) in zip(
-        described, forked(described, directory, together, **env), strict=True
-    ):
+    for one, (codes, output) in zip(described, answers, strict=True):
         assert set(codes) == {0}, output
-        results.append(
-            SimpleNamespace(output=output, directory=one["directory"], **outputs(one["directory"]))
-        )
+        left = outputs(one["directory"])
+        results.append(SimpleNamespace(output=output, directory=one["directory"], **left))
     return results
+
+
+def copy(recipe, path, *replacements, project=""):
+    """Write a copy of a recipe with lines replaced, and a project's functions behind its own."""
+    source = (ROOT / f"recipes/{recipe}.py").read_text()
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{source.count(old)} times in {recipe}: {old}"
+        source = source.replace(old, new)
+    end = '\n\nif __name__ == "__main__":'
+    assert source.count(end) == 1
+    path.write_text(source.replace(end, f"{project}\n{end}"))
+    return path
+
+
+SYNTHETIC_DATA = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
+LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
+
+
+@pytest.fixture(scope="module")
+def copies(request, tmp_path_factory):
+    """What has become of the copies that the selected tests of a module need, two at a time."""
+    directory = tmp_path_factory.mktemp("copies")
+    runs = {}
+    for item in request.session.items:
+        marker = item.get_closest_marker("copied")
+        if item.path == request.path and marker:
+            runs[item.name] = described_copy(
+                directory / str(len(runs)), *marker.args, **marker.kwargs
+            )
+    answers = forked(list(runs.values()), directory, together=2)
+    return {
+        name: SimpleNamespace(codes=codes, output=output, directory=run["directory"])
+        for (name, run), (codes, output) in zip(runs.items(), answers, strict=True)
+    }
+
+
+def described_copy(directory, recipe, *replacements, project="", flags=(), **run):
+    directory.mkdir()
+    script = copy(recipe, directory / "mine.py", LITTLE_DATA, *replacements, project=project)
+    flags = [*SMALL, "--max-steps", 2, "--log-every", 1, "--output-dir", "run", *flags]
+    common = {"processes": 1, "script": script, "directory": directory, "flags": flags}
+    # As under a launcher, which ends all processes soon after the first has failed.
+    return {**common, "grace": 0.5, "terminate": True, **run}
+
+
+@pytest.fixture
+def outcome(request, copies):
+    """Exit codes, output and directory of the copy that the test's mark describes: of which recipe,
+    (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
+    takes two steps and leaves its results in run/."""
+    return copies[request.node.name]
 
 
 def undo_zero_init(model):

@@ -1,4 +1,5 @@
-"""A Slurm cluster of two nodes on this machine, from Debian's packages: for test_slurm.py, or to try things by hand.
+"""A Slurm cluster of two nodes on this machine, from Debian's packages: for test_slurm.py, or to
+try things by hand.
 
 python tests/slurm_cluster.py DIRECTORY      # starts it, prints the variable that sbatch needs, waits for Ctrl-C
 """
@@ -64,7 +65,8 @@ PartitionName=gpu Nodes={gpu_nodes}
 
 
 def free_ports(count):
-    """Below those that the kernel hands out: until it is used, nobody else gets such a port by asking for any."""
+    """Below those that the kernel hands out: until it is used, nobody else gets such a port by
+    asking for any."""
     found = set()
     while len(found) < count:
         port = 4000 + secrets.randbelow(8000)
@@ -75,7 +77,8 @@ def free_ports(count):
 
 
 class Cluster:
-    """Its files are in the directory, its ports are free ones, and no other Slurm on this machine matters to it."""
+    """Its files are in the directory, its ports are free ones, and no other Slurm on this machine
+    matters to it."""
 
     def __init__(self, directory):
         self.directory, self.daemons = Path(directory), {}
@@ -83,7 +86,8 @@ class Cluster:
         controller_port, *ports = free_ports(1 + len(NODES + GPU_NODES))
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}" + " Gres=gpu:2" * (node in GPU_NODES)
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+            + " Gres=gpu:2" * (node in GPU_NODES)
             for node, port in zip(NODES + GPU_NODES, ports, strict=True)
         ]
         configuration = CONFIGURATION.format(
@@ -102,29 +106,44 @@ class Cluster:
         (self.directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(outer)
+        }
         self.environment["SLURM_CONF"] = str(self.directory / "slurm.conf")
 
     def start(self):
         directory = self.directory
         subprocess.run(["mungekey", "--create", f"--keyfile={directory}/munge.key"], check=True)
-        files = ("socket", "key-file=munge.key", "pid-file=munge.pid", "log-file=munge.log", "seed-file=munge.seed")
-        flags = [f"--{name.partition('=')[0]}={directory}/{name.partition('=')[2] or 'munge.socket'}" for name in files]
+        files = (
+            "socket",
+            "key-file=munge.key",
+            "pid-file=munge.pid",
+            "log-file=munge.log",
+            "seed-file=munge.seed",
+        )
+        flags = [
+            f"--{name.partition('=')[0]}={directory}/{name.partition('=')[2] or 'munge.socket'}"
+            for name in files
+        ]
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
         self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
         self.spawn("slurmctld", "slurmctld", "-D")
         for node in NODES + GPU_NODES:
             self.spawn(node, "slurmd", "-D", "-N", node)
         idle = {f"{node} idle" for node in NODES + GPU_NODES}
-        self.wait(lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle, "idle nodes")
+        self.wait(
+            lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle,
+            "idle nodes",
+        )
 
     def spawn(self, name, *command):
         log = open(self.directory / f"{name}.out", "a")
         self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def kill_node(self, node):
-        """As a power failure does: the daemon, the step managers that it has started, and all that runs in them. The
-        controller would know after SlurmdTimeout; here it does after `miss_node`."""
+        """As a power failure does: the daemon, the step managers that it has started, and all that
+        runs in them. The controller would know after SlurmdTimeout; here it does after
+        `miss_node`."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         steps = [pid for pid in pids if self.step_of(pid) == node]
         self.daemons.pop(node).kill()
@@ -136,11 +155,14 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
 
     def step_of(self, pid):
-        """Return the node whose step this slurmstepd manages, or None: it was forked by that node's daemon."""
+        """Return the node whose step this slurmstepd manages, or None: it was forked by that node's
+        daemon."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n":
                 links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-                return next((node for node in NODES if f"{self.directory}/{node}.log" in links), None)
+                return next(
+                    (node for node in NODES if f"{self.directory}/{node}.log" in links), None
+                )
         return None
 
     def stop(self):
@@ -159,16 +181,25 @@ class Cluster:
     def wait(self, condition, what, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
-            ended = [name for name, daemon in list(self.daemons.items()) if daemon.poll() is not None]
+            ended = [
+                name for name, daemon in list(self.daemons.items()) if daemon.poll() is not None
+            ]
             if ended or time.monotonic() > deadline:
-                outputs = [self.directory / "slurmctld.out", *(self.directory / f"{name}.out" for name in ended)]
+                outputs = [
+                    self.directory / "slurmctld.out",
+                    *(self.directory / f"{name}.out" for name in ended),
+                ]
                 logs = "\n".join(path.read_text()[-1000:] for path in outputs)
-                raise TimeoutError(f"no {what} in {seconds} s, or these have ended before: {ended}\n{logs}")
+                raise TimeoutError(
+                    f"no {what} in {seconds} s, or these have ended before: {ended}\n{logs}"
+                )
             time.sleep(0.1)
 
 
 def descendants(pid):
-    children = subprocess.run(["pgrep", "--parent", str(pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "--parent", str(pid)], capture_output=True, text=True
+    ).stdout.split()
     return [found for child in map(int, children) for found in [child, *descendants(child)]]
 
 

@@ -48,20 +48,23 @@ LAYOUTS = [(2, 1), (4, 1), (8, 1), (1, 4), (2, 2)]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """{(processes, accumulation): the same training at one global batch}, by `accelerate launch` with 4gpu.yaml, from
-    which 8gpu.yaml differs in one number, or without a launcher. 5120 samples are 80 global batches; 12 steps reach
-    warm-up and decay."""
+    """{(processes, accumulation): the same training at one global batch}, by `accelerate launch`
+    with 4gpu.yaml, from which 8gpu.yaml differs in one number, or without a launcher. 5120 samples
+    are 80 global batches; 12 steps reach warm-up and decay."""
     directory = tmp_path_factory.mktemp("layouts")
     common = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1, *FLAGS]
     runs = []
     for processes, accumulation in FORKED:
-        flags = [*common, GLOBAL_BATCH // processes // accumulation, "--accumulation-steps", accumulation]
+        flags = [*common, GLOBAL_BATCH // processes // accumulation]
+        flags += ["--global-batch-size", GLOBAL_BATCH]
         flags += ["--output-dir", f"{processes}-{accumulation}"]
         run = {"processes": processes, "script": ROOT / "recipes/ddp_cifar.py", "flags": flags}
         runs.append({**run, "directory": directory})
     for codes, output in forked(runs, directory, together=2):
         assert set(codes) == {0}, output
-    found = {layout: SimpleNamespace(**outputs(directory / "{}-{}".format(*layout))) for layout in FORKED}
+    found = {
+        layout: SimpleNamespace(**outputs(directory / "{}-{}".format(*layout))) for layout in FORKED
+    }
     return found | {(4, 1): train(4, directory / "4", *FLAGS, GLOBAL_BATCH // 4)}
 
 
@@ -84,7 +87,9 @@ def test_the_loss_of_every_step_is_that_of_one_process(results, result, layout):
     losses, reference = ([line["loss"] for line in run.train] for run in (result, results[1, 1]))
     assert len(losses) == STEPS
     assert losses == pytest.approx(reference, abs=1e-5)
-    assert reference[0] - reference[-1] > 0.005, "the reference has learned nothing: an equal loss would prove nothing"
+    assert reference[0] - reference[-1] > 0.005, (
+        "the reference has learned nothing: an equal loss would prove nothing"
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +97,9 @@ def test_the_loss_of_every_step_is_that_of_one_process(results, result, layout):
 def test_the_final_weights_and_accuracy_are_those_of_one_process(results, result, layout):
     weights, reference = load_file(result.weights), load_file(results[1, 1].weights)
     torch.testing.assert_close(weights, reference, rtol=0, atol=1e-5)
-    assert result.summary["test_loss"] == pytest.approx(results[1, 1].summary["test_loss"], abs=1e-5)
+    assert result.summary["test_loss"] == pytest.approx(
+        results[1, 1].summary["test_loss"], abs=1e-5
+    )
     assert result.summary["samples"] == 1024
 
 
@@ -100,5 +107,8 @@ def test_the_final_weights_and_accuracy_are_those_of_one_process(results, result
 @pytest.mark.parametrize("layout", [(1, 1), *LAYOUTS])
 def test_the_learning_rate_of_every_step_is_the_documented_one(result, layout):
     peak, warmup = 0.2 * GLOBAL_BATCH / 128, STEPS // 5
-    expected = [peak * min(step / warmup, (STEPS + 1 - step) / (STEPS - warmup)) for step in range(1, STEPS + 1)]
+    expected = [
+        peak * min(step / warmup, (STEPS + 1 - step) / (STEPS - warmup))
+        for step in range(1, STEPS + 1)
+    ]
     assert [line["learning_rate"] for line in result.train] == pytest.approx(expected)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchvision.transforms.functional as TF
-from accelerate import PartialState
+from accelerate import Accelerator
 from conftest import REAL_DATA, load, needs_real_data
 from torchvision import transforms as T
 
@@ -24,7 +24,10 @@ def test_pixels_are_those_of_torchvisions_transforms(images_and_labels):
     assert batch.is_contiguous(memory_format=torch.channels_last) and not batch.is_contiguous()
     assert batch_labels.tolist() == labels[indices].tolist()
 
-    pad, normalize = T.Pad(4), T.Compose([T.ToTensor(), T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)])
+    pad, normalize = (
+        T.Pad(4),
+        T.Compose([T.ToTensor(), T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)]),
+    )
     flips = 0
     for pixels, index in zip(batch, indices, strict=True):
         top, left, flip = dataset.augmentation[:, index].tolist()
@@ -41,14 +44,18 @@ def test_offsets_are_those_torchvisions_random_crop_can_draw(images_and_labels):
     for epoch in range(20):
         dataset.set_epoch(epoch)
         drawn.append(dataset.augmentation[:2])
-    torch_drawn = {T.RandomCrop.get_params(torch.zeros(3, 40, 40), (32, 32))[0] for _ in range(1000)}
+    torch_drawn = {
+        T.RandomCrop.get_params(torch.zeros(3, 40, 40), (32, 32))[0] for _ in range(1000)
+    }
     assert set(torch.cat(drawn).unique().tolist()) == torch_drawn == set(range(9))
 
 
 def test_test_images_are_only_normalized(images_and_labels):
     images, labels = images_and_labels
     batch, _ = recipe.ImageTensors(images, labels, torch.device("cpu")).__getitems__([7, 7, 0])
-    expected = T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)(images[7].permute(2, 0, 1) / 255)
+    expected = T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)(
+        images[7].permute(2, 0, 1) / 255
+    )
     torch.testing.assert_close(batch[0], expected, rtol=0, atol=3e-7)
     assert torch.equal(batch[0], batch[1]) and not torch.equal(batch[0], batch[2])
     assert batch.is_contiguous(memory_format=torch.channels_last)
@@ -56,7 +63,9 @@ def test_test_images_are_only_normalized(images_and_labels):
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     def pixels(seed, epoch, indices):
-        dataset = recipe.ImageTensors(*images_and_labels, torch.device("cpu"), augmentation_seed=seed)
+        dataset = recipe.ImageTensors(
+            *images_and_labels, torch.device("cpu"), augmentation_seed=seed
+        )
         dataset.set_epoch(epoch)
         torch.rand(epoch)  # whatever else draws from the global generator
         return dataset.__getitems__(indices)[0]
@@ -79,6 +88,8 @@ def test_synthetic_data_is_made_from_its_seed():
 
 @needs_real_data
 def test_cifar10_is_read_whole():
-    images, labels = recipe.cifar10(REAL_DATA, PartialState(cpu=True))[1]
+    accelerator = Accelerator(cpu=True)
+    accelerator.cpu_group = None  # as make_accelerator sets it for one process
+    images, labels = recipe.cifar10(REAL_DATA, accelerator)[1]
     assert images.shape == (10_000, 32, 32, 3) and images.dtype == torch.uint8
     assert labels.bincount().tolist() == [1000] * 10

@@ -11,9 +11,16 @@ FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps",
 
 @pytest.mark.slow
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):
-    flags = ["--max-steps", 4, "--accumulation-steps", 2, "--epochs", 3, "--batch-size"]
-    kinds = [[128], [16, "--model", "resnet50", "--stem", "imagenet"]]
-    runs = [(1, recipe, [*flags, *kind]) for kind in kinds for recipe in ("data_parallel_cifar", "ddp_cifar")]
+    resnet50 = ["--model", "resnet50", "--stem", "imagenet"]
+    kinds = [
+        ["--batch-size", 128, "--global-batch-size", 256],
+        ["--batch-size", 16, "--global-batch-size", 32, *resnet50],
+    ]
+    runs = [
+        (1, recipe, ["--max-steps", 4, "--epochs", 3, *kind])
+        for kind in kinds
+        for recipe in ("data_parallel_cifar", "ddp_cifar")
+    ]
     results = train_forked(tmp_path, *runs)
     assert "  replicas: 0\n" in results[0].output
     for result, reference in zip(results[::2], results[1::2], strict=True):
@@ -22,6 +29,7 @@ def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path
         weights, expected = load_file(result.weights), load_file(reference.weights)
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        assert result.summary["accumulation"] == reference.summary["accumulation"] == 2
         assert result.summary["global_batch_size"] == reference.summary["global_batch_size"]
         assert result.summary["test_loss"] == reference.summary["test_loss"]
 

@@ -1,5 +1,6 @@
-"""What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to be on one, and raise
-an error when they are mixed with the CPU's. They have no values, and without a driver no backward pass."""
+"""What a recipe computes with is on its device, shown without a GPU: torch's fake tensors claim to
+be on one, and raise an error when they are mixed with the CPU's. They have no values, and without a
+driver no backward pass."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -26,23 +27,26 @@ class Batches:
 
 @pytest.fixture(params=RECIPES)
 def on_gpu(request, monkeypatch):
-    """(a recipe, its training and its test loader, the model, an accelerator), on the GPU that is not there."""
-
-    def read(tensor):
-        assert tensor.device == GPU, "collectives need it there"
-        return [1.0] * len(tensor)
+    """(a recipe, its training and its test loader, the model, an accelerator), on the GPU that is
+    not there."""
 
     # Fake parameters do not move: they are made where they belong.
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
     recipe = load(f"recipes/{request.param}.py")
-    monkeypatch.setattr(FakeTensor, "tolist", read)
+    monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [1.0] * len(tensor))
+    monkeypatch.setattr(FakeTensor, "item", lambda tensor: 1.0)
+    monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 1.0, raising=False)
     monkeypatch.setattr(FakeTensor, "share_memory_", lambda tensor: tensor)
-    monkeypatch.setattr(recipe.utils, "broadcast", lambda tensors: [read(tensor.flatten()[:1]) for tensor in tensors])
-    monkeypatch.setattr(recipe.utils, "broadcast_object_list", lambda objects, from_process: objects)
-    monkeypatch.setattr(recipe, "test_metrics", lambda names, sums, samples: dict(zip(names, sums, strict=False)))
-    accelerator = SimpleNamespace(device=GPU, process_index=0, gather_for_metrics=lambda x: x, reduce=lambda x: x)
+    monkeypatch.setattr(recipe.utils, "broadcast", lambda tensors: [same(x) for x in tensors])
+    monkeypatch.setattr(recipe.utils, "broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr(recipe, "test_metrics", lambda names, sums, samples: list(names))
+    collectives = {"gather": same, "gather_for_metrics": same, "reduce": same}
+    accelerator = SimpleNamespace(
+        device=GPU, process_index=0, num_processes=1, is_main_process=True, **collectives
+    )
     accelerator.main_process_first = accelerator.local_main_process_first = nullcontext
-    args = SimpleNamespace(data="synthetic", model="simple_cnn", stem="cifar", batch_size=64, seed=0, split=None)
+    args = {"data": "synthetic", "model": "simple_cnn", "stem": "cifar", "batch_size": 64}
+    args = SimpleNamespace(**args, seed=0, split=None)
     with FakeTensorMode():
         loaders = [Batches(loader) for loader in recipe.load_data(args, accelerator)]
         with GPU:
@@ -50,34 +54,50 @@ def on_gpu(request, monkeypatch):
         yield recipe, *loaders, model, accelerator, args
 
 
-def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu):
+def same(tensor, *_):
+    assert tensor.device == GPU, "collectives need it there"
+    return tensor
+
+
+def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu, monkeypatch):
     recipe, loader, _, model, accelerator, _ = on_gpu
     loader.set_epoch(1)
     images, labels = batch = next(iter(loader))
-    assert images.device == labels.device == GPU and images.is_contiguous(memory_format=torch.channels_last)
-    metrics = recipe.compute_loss(model, batch)
-    assert recipe.mean_loss(metrics).device == GPU
-    written, run = (
-        [],
-        SimpleNamespace(names=[], totals=0, accelerator=accelerator, state={"model": model}, own_metrics=dict),
-    )
-    vars(run).update(interval_start=0, logged=0, start=0, step=1, config={"global_batch_size": 1})
-    run.write = lambda *line: written.append(line)
-    recipe.Run.add(run, metrics)
-    recipe.Run.log(run, 0.1)
+    assert images.device == labels.device == GPU
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    values = recipe.compute_loss(model, batch)
+    assert recipe.mean_loss(values).device == GPU
+    written = []
+    monkeypatch.setattr(recipe.Metrics, "open_outputs", lambda metrics: None)
+    monkeypatch.setattr(recipe.Metrics, "write", lambda metrics, *line: written.append(line))
+    monkeypatch.setattr(recipe.Metrics, "exit_if_not_finite", lambda metrics, *_: None)
+    steps = SimpleNamespace(done=0, waited=0.0)
+    metrics = recipe.Metrics(accelerator, {"global_batch_size": 3}, steps, None)
+    metrics.display = SimpleNamespace(advance=lambda: None)
+    metrics.start_clock()
+    metrics.add(1, [values, values])
+    assert metrics.sums.device == GPU
+    metrics.log(torch.ones((), device=GPU), 0.1, torch.ones((), device=GPU))
     assert [event for event, _ in written] == ["train"]
 
 
-def test_evaluations_stay_on_the_gpu(on_gpu):
+def test_evaluations_stay_on_the_gpu(on_gpu, monkeypatch):
     recipe, _, loader, model, accelerator, args = on_gpu
+    hang = SimpleNamespace(made_progress=lambda: None)
     if recipe.RECIPE != "pipeline_cifar":
-        assert recipe.evaluate(accelerator, model, loader).keys() == {"loss", "accuracy"}
+        assert recipe.evaluate(accelerator, model, loader, hang) == ["loss", "accuracy"]
         return
+    # Both stages in this process.
     first, last = both_stages(recipe, model, args, nullcontext)
 
-    def both(inputs=None, target=None):  # the last stage of a pipeline that is one process
-        return last(first(inputs if inputs is not None else torch.zeros(len(target), 3, 32, 32, device=GPU)))
+    def both(inputs=None, target=None):
+        images = torch.zeros(len(target), 3, 32, 32, device=GPU) if inputs is None else inputs
+        return last(first(images))
 
-    last.schedule, last.replicas = SimpleNamespace(eval=both), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    last.pipeline, last.shapes = SimpleNamespace(rank=lambda: 1), None
-    assert recipe.evaluate(accelerator, last, loader).keys() == {"loss", "accuracy"}
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 1)
+    replicas = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    last.schedule = SimpleNamespace(eval=both)
+    for name, value in {"group": group, "replicas": replicas, "batch_shapes": None}.items():
+        setattr(last, name, value)
+    monkeypatch.setattr(recipe, "send_buffers", lambda model, buffers: list(map(same, buffers)))
+    assert recipe.evaluate(accelerator, last, loader, hang) == ["loss", "accuracy"]

@@ -1,4 +1,5 @@
-"""What a person gets wrong: one line that says so and what to type instead, and an exit code that is not 0."""
+"""What a person gets wrong: one line that says so and what to type instead, and an exit code that
+is not 0."""
 
 import pickle
 import shutil
@@ -18,7 +19,12 @@ CASES = {
     "negative epochs": (["--epochs", "-1"], ["--epochs", "-1", "above -1"]),
     "negative batch": (["--batch-size", "-4"], ["--batch-size", "-4", "above 0"]),
     "no steps": (["--max-steps", "0"], ["--max-steps", "above 0"]),
-    "no accumulation": (["--accumulation-steps", "0"], ["--accumulation-steps", "above 0"]),
+    "no global batch": (["--global-batch-size", "0"], ["--global-batch-size", "above 0"]),
+    "a prime global batch": (
+        ["--global-batch-size", "257"],
+        ["--global-batch-size: 257 cannot be divided among 1 replica", "choose 256 or 258"],
+    ),
+    "no hang timeout": (["--hang-timeout", "0"], ["--hang-timeout", "above 0"]),
     "infinite learning rate": (["--lr", "inf"], ["--lr", "inf"]),
     "learning rate that is no number": (["--lr", "fast"], ["--lr", "fast"]),
     "nan learning rate": (["--lr", "nan"], ["--lr", "nan"]),
@@ -33,19 +39,43 @@ CASES = {
     "batch above the data": (["--batch-size", "100000"], ["5120 training samples", "--batch-size"]),
     "output under a file": (["--output-dir", f"{RECIPE}/runs"], ["--output-dir", "choose another"]),
     "output in nowhere": (["--output-dir", "/proc/nowhere"], ["--output-dir", "choose another"]),
-    "no data": (["--data", "cifar10", "--data-dir", "nowhere"], ["--data-dir nowhere", "--data synthetic"]),
-    "data under a file": (["--data", "cifar10", "--data-dir", f"{RECIPE}/x"], ["--data-dir", "--data synthetic"]),
-    "half a download": (["--data", "cifar10", "--data-dir", "half"], ["--data-dir half", "--data synthetic"]),
-    "wrong checksums": (["--data", "cifar10", "--data-dir", "wrong"], ["--data-dir wrong", "--data synthetic"]),
-    "unreadable data": (["--data", "cifar10", "--data-dir", "folders"], ["--data-dir folders", "--data synthetic"]),
-    "a tracker without its package": (["--tracker", "clearml"], ["--tracker", "clearml", "tensorboard"]),
+    "no data": (
+        ["--data", "cifar10", "--data-dir", "nowhere"],
+        ["--data-dir nowhere", "--data synthetic"],
+    ),
+    "data under a file": (
+        ["--data", "cifar10", "--data-dir", f"{RECIPE}/x"],
+        ["--data-dir", "--data synthetic"],
+    ),
+    "half a download": (
+        ["--data", "cifar10", "--data-dir", "half"],
+        ["--data-dir half", "--data synthetic"],
+    ),
+    "wrong checksums": (
+        ["--data", "cifar10", "--data-dir", "wrong"],
+        ["--data-dir wrong", "--data synthetic"],
+    ),
+    "unreadable data": (
+        ["--data", "cifar10", "--data-dir", "folders"],
+        ["--data-dir folders", "--data synthetic"],
+    ),
+    "a tracker without its package": (
+        ["--tracker", "clearml"],
+        ["--tracker", "clearml", "tensorboard"],
+    ),
     "weights from nowhere": (
         ["--weights", "nowhere.safetensors"],
         ["--weights", "nowhere.safetensors", "No such file"],
     ),
     "weights that are none": (["--weights", "text.pt"], ["--weights", "cannot load text.pt"]),
-    "weights that run code": (["--weights", "evil.pickle"], ["--weights", "cannot load evil.pickle"]),
-    "weights that fit nothing": (["--weights", "other.pt"], ["--weights", "other.pt does not fit", "0.0.weight"]),
+    "weights that run code": (
+        ["--weights", "evil.pickle"],
+        ["--weights", "cannot load evil.pickle"],
+    ),
+    "weights that fit nothing": (
+        ["--weights", "other.pt"],
+        ["--weights", "other.pt does not fit", "0.0.weight"],
+    ),
     "weights to evaluate that do not fit": (
         ["--weights", "head.pt", "--epochs", "0"],
         ["--weights", "head.pt does not fit this model: 2.1.bias, 2.1.weight"],
@@ -53,36 +83,77 @@ CASES = {
     "no checkpoints kept": (["--keep", "0"], ["--keep", "above 0"]),
     "checkpoints at no step": (["--checkpoint-every", "0"], ["--checkpoint-every", "above 0"]),
     "resume from nowhere": (["--resume", "nowhere.pt"], ["--resume", "nowhere.pt", "No such file"]),
-    "resume from a directory": (["--resume", "done"], ["--resume", "cannot load done", "Is a directory"]),
-    "resume from nothing": (["--resume", "empty.pt"], ["--resume", "cannot load empty.pt", "not a zip file"]),
-    "truncated checkpoint": (["--resume", "truncated.pt"], ["--resume", "cannot load truncated.pt", "not a zip file"]),
-    "one wrong byte": (["--resume", "flipped.pt"], ["--resume", "cannot load flipped.pt", "is damaged"]),
-    "another kind of file": (["--resume", "text.pt"], ["--resume", "cannot load text.pt", "not a zip file"]),
+    "resume from a directory": (
+        ["--resume", "done"],
+        ["--resume", "cannot load done", "Is a directory"],
+    ),
+    "resume from nothing": (
+        ["--resume", "empty.pt"],
+        ["--resume", "cannot load empty.pt", "not a zip file"],
+    ),
+    "truncated checkpoint": (
+        ["--resume", "truncated.pt"],
+        ["--resume", "cannot load truncated.pt", "not a zip file"],
+    ),
+    "one wrong byte": (
+        ["--resume", "flipped.pt"],
+        ["--resume", "cannot load flipped.pt", "is damaged"],
+    ),
+    "another kind of file": (
+        ["--resume", "text.pt"],
+        ["--resume", "cannot load text.pt", "not a zip file"],
+    ),
     "weights alone": (["--resume", "weights.pt"], ["--resume", "cannot load weights.pt", "format"]),
-    "a checkpoint that runs code": (["--resume", "evil.pt"], ["--resume", "cannot load evil.pt", "UnpicklingError"]),
-    "a pickle that runs code": (["--resume", "evil.pickle"], ["--resume", "cannot load evil.pickle"]),
-    "another version's": (["--resume", "future.pt"], ["--resume", "cannot load future.pt", "not of format 2"]),
-    "another recipe's": (["--resume", "foreign.pt"], ["--resume", "recipe is amp_cifar there, ddp_cifar here"]),
+    "a checkpoint that runs code": (
+        ["--resume", "evil.pt"],
+        ["--resume", "cannot load evil.pt", "UnpicklingError"],
+    ),
+    "a pickle that runs code": (
+        ["--resume", "evil.pickle"],
+        ["--resume", "cannot load evil.pickle"],
+    ),
+    "another version's": (
+        ["--resume", "future.pt"],
+        ["--resume", "cannot load future.pt", "not of format 4"],
+    ),
+    "another recipe's": (
+        ["--resume", "foreign.pt"],
+        ["--resume", "recipe is amp_cifar there, ddp_cifar here: choose another --output-dir"],
+    ),
     "another model's": (
         ["--resume", GOOD, "--model", "resnet50", "--stem", "imagenet"],
         ["model is simple_cnn there, resnet50 here", "stem is cifar there, imagenet here"],
     ),
     "other hyper-parameters": (
         ["--resume", GOOD, "--lr", "0.5", "--seed", "1"],
-        ["lr is 0.1 there, 0.5 here", "seed is 0 there, 1 here"],
+        [
+            "lr is 0.1 there, 0.5 here; seed is 0 there, 1 here: "
+            "continue it with --lr 0.1 --seed 0, or choose another --output-dir"
+        ],
+    ),
+    "a flag that was not set": (
+        ["--resume", GOOD, "--clip-norm", "3", "--seed", "1"],
+        ["continue it with --seed 0 and without --clip-norm, or choose another --output-dir"],
     ),
     "another global batch": (
         ["--resume", GOOD, "--batch-size", "64"],
-        ["global_batch_size is 128 there, 64 here"],
+        ["global_batch_size is 128 there, 64 here: continue it with --global-batch-size 128, or"],
     ),
     "other weights": (["--resume", "misfit.pt"], ["--resume", "does not fit this model"]),
     "only damaged checkpoints": (
         ["--resume", "auto", "--output-dir", "damaged"],
         ["cannot load damaged/step-00000001.pt", "--output-dir"],
     ),
-    "a run without --resume": (
-        ["--output-dir", "done"],
-        ["done holds a run's checkpoints", "--resume auto", "--output-dir"],
+    "another run in the output directory": (
+        ["--output-dir", "done", "--lr", "0.5"],
+        ["done/step-00000001.pt is of another run: lr is 0.1 there", "--output-dir"],
+    ),
+    "an earlier checkpoint of the output directory": (
+        ["--output-dir", "later", "--resume", "later/step-00000001.pt"],
+        [
+            "later/step-00000002.pt is later than later/step-00000001.pt",
+            "choose another --output-dir to begin there, or leave --resume out",
+        ],
     ),
 }
 
@@ -94,10 +165,14 @@ class Evil:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    """What the cases find in their directory: data and checkpoints that are not what they should be."""
+    """What the cases find in their directory: data and checkpoints that are not what they should
+    be."""
     disk = tmp_path_factory.mktemp("disk")
     run([sys.executable, RECIPE, *SYNTHETIC, "--output-dir", "done"], cwd=disk)
-    for name, entry in {"half": "cifar-10-python.tar.gz", "wrong": "cifar-10-batches-py/data_batch_1"}.items():
+    for name, entry in {
+        "half": "cifar-10-python.tar.gz",
+        "wrong": "cifar-10-batches-py/data_batch_1",
+    }.items():
         disk.joinpath(name, entry).parent.mkdir(parents=True)
         disk.joinpath(name, entry).write_bytes(b"half")
     disk.joinpath("folders/cifar-10-batches-py/data_batch_1").mkdir(parents=True)
@@ -107,17 +182,24 @@ def disk(tmp_path_factory):
     (disk / "text.pt").write_text("weights")
     (disk / "truncated.pt").write_bytes(good[:-1000])
     (disk / "flipped.pt").write_bytes(good[:200_000] + bytes([good[200_000] ^ 1]) + good[200_001:])
+    for step in (1, 2):
+        (disk / "later").mkdir(exist_ok=True)
+        (disk / f"later/step-0000000{step}.pt").write_bytes(good)
     (disk / "damaged").mkdir()
     (disk / "damaged/step-00000001.pt").write_bytes(good[:-1000])
     (disk / "evil.pickle").write_bytes(pickle.dumps(Evil()))
-    weights = content["states"][0]["model"]
+    weights = content["states"]["model"]
     torch.save(weights, disk / "weights.pt")
     torch.save({f"other.{name}": value for name, value in weights.items()}, disk / "other.pt")
-    torch.save({**weights, "2.1.weight": torch.zeros(7, 128), "2.1.bias": torch.zeros(7)}, disk / "head.pt")
+    torch.save(
+        {**weights, "2.1.weight": torch.zeros(7, 128), "2.1.bias": torch.zeros(7)}, disk / "head.pt"
+    )
     torch.save({**content, "metrics": Evil()}, disk / "evil.pt")
-    torch.save({**content, "format": 3}, disk / "future.pt")
-    torch.save({**content, "config": {**content["config"], "recipe": "amp_cifar"}}, disk / "foreign.pt")
-    content["states"][0]["model"].popitem()
+    torch.save({**content, "format": 5}, disk / "future.pt")
+    torch.save(
+        {**content, "config": {**content["config"], "recipe": "amp_cifar"}}, disk / "foreign.pt"
+    )
+    content["states"]["model"].popitem()
     torch.save(content, disk / "misfit.pt")
     return disk
 
@@ -135,9 +217,12 @@ def errors(disk, tmp_path_factory):
     for flags, _ in CASES.values():
         directory = tmp_path_factory.mktemp("case") / "disk"
         shutil.copytree(disk, directory)
-        runs.append({"processes": 1, "script": str(RECIPE), "flags": [*SYNTHETIC, *flags], "directory": directory})
+        run = {"processes": 1, "script": str(RECIPE), "directory": directory}
+        runs.append({**run, "flags": [*SYNTHETIC, *flags]})
     # No route to the network: a download must fail here as it does on a machine without one.
-    answers = forked(runs, tmp_path_factory.mktemp("forked"), together=2, https_proxy="http://127.0.0.1:9")
+    answers = forked(
+        runs, tmp_path_factory.mktemp("forked"), together=2, https_proxy="http://127.0.0.1:9"
+    )
     return {
         case: (*codes, output, files(described["directory"]))
         for case, described, (codes, output) in zip(CASES, runs, answers, strict=True)
@@ -164,26 +249,32 @@ def test_the_evil_checkpoint_would_run_code_if_it_were_let(disk, capsys):
 def test_swapped_stages_are_refused(tmp_path):
     common = {"recipe": "pipeline_cifar", "processes": 2, "grace": 0.5}
     flags = ["--batch-size", 64, "--max-steps", 1]
-    ((codes, output),) = forked([{**common, "directory": tmp_path / "run", "flags": flags}], tmp_path)
+    ((codes, output),) = forked(
+        [{**common, "directory": tmp_path / "run", "flags": flags}], tmp_path
+    )
     assert codes == [0, 0], output
     content = torch.load(tmp_path / "run/step-00000001.pt", weights_only=True)
     content["states"].reverse()
     torch.save(content, tmp_path / "swapped.pt")
     flags += ["--resume", tmp_path / "swapped.pt"]
-    ((codes, output),) = forked([{**common, "directory": tmp_path / "other", "flags": flags}], tmp_path)
+    ((codes, output),) = forked(
+        [{**common, "directory": tmp_path / "other", "flags": flags}], tmp_path
+    )
     assert codes[0] == 2 and output.count("error:") == 1
-    assert "stage 0 of the checkpoint does not fit this model" in output
+    assert "swapped.pt does not fit this model" in output
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_for_an_error_leaves_when_it_is_told_to(tmp_path):
     """The launcher ends it as soon as the first rank has: before it knows of the error itself."""
-    source, line = RECIPE.read_text(), "        expected = (self.step - self.logged)"
+    source = RECIPE.read_text()
+    line = "    if counted != samples:\n"
     assert source.count(line) == 1
+    late = f"    time.sleep(2 * int(os.environ['RANK']))\n    counted -= 1\n{line}"
     script = tmp_path / "late.py"
-    script.write_text(source.replace(line, f"        time.sleep(2 * int(os.environ['RANK']))\n{line} * 2"))
-    common = {"processes": 2, "directory": tmp_path, "flags": SYNTHETIC}
-    ((codes, output),) = forked([{**common, "script": script, "grace": 0.5, "terminate": True}], tmp_path)
+    script.write_text(source.replace(line, late))
+    run = {"processes": 2, "directory": tmp_path, "script": script, "flags": SYNTHETIC}
+    ((codes, output),) = forked([{**run, "grace": 0.5, "terminate": True}], tmp_path)
     assert codes == [2, 2] and output.count("error:") == 1, output
 
 
@@ -198,20 +289,25 @@ def test_refused_once_by_two_processes(directory):
 @at_once
 def test_missing_data_is_told_once_by_two_processes(directory):
     flags = ["--data", "cifar10", "--data-dir", directory / "nowhere", "--cpu"]
-    process = launch(2, RECIPE, *flags, cwd=directory, check=False, https_proxy="http://127.0.0.1:9")
+    process = launch(
+        2, RECIPE, *flags, cwd=directory, check=False, https_proxy="http://127.0.0.1:9"
+    )
     assert "--data synthetic" in the_error_line(process)
 
 
 @at_once
 def test_processes_that_do_not_see_each_other_are_refused(directory):
-    process = run([sys.executable, RECIPE, *SYNTHETIC], cwd=directory, check=False, SLURM_STEP_NUM_TASKS="4")
+    process = run(
+        [sys.executable, RECIPE, *SYNTHETIC], cwd=directory, check=False, SLURM_STEP_NUM_TASKS="4"
+    )
     line = the_error_line(process)
     assert "4 processes were started, this one sees 1" in line and "accelerate launch" in line
 
 
 @at_once
 def test_more_processes_than_gpus_are_refused_before_any_collective(directory):
-    """A machine with one GPU, as far as the recipe can tell; a collective would wait for the other rank for ever."""
+    """A machine with one GPU, as far as the recipe can tell; a collective would wait for the other
+    rank for ever."""
     fake = directory / "sitecustomize.py"
     fake.write_text(
         "import torch\n"
@@ -221,7 +317,13 @@ def test_more_processes_than_gpus_are_refused_before_any_collective(directory):
     )
     flags = [flag for flag in SYNTHETIC if flag != "--cpu"]
     launched = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    process = run([sys.executable, RECIPE, *flags], cwd=directory, check=False, PYTHONPATH=str(directory), **launched)
+    process = run(
+        [sys.executable, RECIPE, *flags],
+        cwd=directory,
+        check=False,
+        PYTHONPATH=str(directory),
+        **launched,
+    )
     line = the_error_line(process)
     assert "2 processes, 1 GPU" in line and "--num_processes 1" in line and "--cpu" in line
     assert not Path(directory, "runs/ddp_cifar/summary.json").exists()
@@ -231,7 +333,6 @@ def test_it_trains_without_docstrings_and_assertions(tmp_path):
     """As by `python -OO`, which would compile all of torch once more."""
     script = tmp_path / "optimized.py"
     script.write_text(f'exec(compile(open("{RECIPE}").read(), "{RECIPE}", "exec", optimize=2))')
-    ((codes, output),) = forked(
-        [{"processes": 1, "script": script, "flags": SYNTHETIC, "directory": tmp_path}], tmp_path
-    )
+    run = {"processes": 1, "script": script, "flags": SYNTHETIC, "directory": tmp_path}
+    ((codes, output),) = forked([run], tmp_path)
     assert codes == [0] and "step 1/1" in output

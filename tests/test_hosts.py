@@ -1,5 +1,5 @@
-"""Several machines without a scheduler: one `accelerate launch` on each, here two on this machine, over its loopback
-interface or, as root, as two network namespaces with an address each."""
+"""Several machines without a scheduler: one `accelerate launch` on each, here two on this machine,
+over its loopback interface or, as root, as two network namespaces with an address each."""
 
 import json
 import os
@@ -24,18 +24,24 @@ BOOT = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && sh
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Return the address of the first host; for each, the words before a command that run it there; and why they are
-    not network namespaces, if they are not."""
+    """Return the address of the first host; for each, the words before a command that run it there;
+    and why they are not network namespaces, if they are not."""
     directory = tmp_path_factory.mktemp("etc")
     one = "127.0.0.1", ([], [])
     if os.geteuid() != 0 or not shutil.which("ip"):
-        yield *one, "needs root and the command ip (Debian: iproute2) for hosts with addresses of their own"
+        yield (
+            *one,
+            "needs root and the command ip (Debian: iproute2) for hosts with addresses of their own",
+        )
         return
     names = [f"recipes-{os.getpid()}-{host}" for host in (0, 1)]
     commands = [f"netns add {name}" for name in names]
     commands.append("link add eth7 netns {} type veth peer name eth7 netns {}".format(*names))
     for host, name in enumerate(names):
-        commands += [f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7", f"-n {name} link set eth7 up"]
+        commands += [
+            f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7",
+            f"-n {name} link set eth7 up",
+        ]
         commands.append(f"netns exec {name} unshare --uts --mount true")
         (directory / f"{name}.hosts").write_text(
             f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
@@ -47,7 +53,11 @@ def hosts(tmp_path_factory):
                 yield *one, f"no network namespaces here: ip {command}: {process.stderr.strip()}"
                 return
         boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT]
-        yield "10.77.0.1", [["ip", "netns", "exec", n, *boot, n, directory / f"{n}.hosts"] for n in names], None
+        yield (
+            "10.77.0.1",
+            [["ip", "netns", "exec", n, *boot, n, directory / f"{n}.hosts"] for n in names],
+            None,
+        )
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
@@ -55,10 +65,17 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(hosts, tmp_path_factory):
-    """Directories of two hosts that have trained RECIPES, and of one. In the pipeline the two stages are on different
-    hosts. Each host has a disk of its own."""
+    """Directories of two hosts that have trained RECIPES, and of one. In the pipeline the two
+    stages are on different hosts. Each host has a disk of its own."""
     (address, prefixes, _), tmp_path = hosts, tmp_path_factory.mktemp("trained")
-    line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml", "--num_processes", 2]
+    line = [
+        ACCELERATE,
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs/nodes.yaml",
+        "--num_processes",
+        2,
+    ]
     line += ["--main_process_ip", address, "--main_process_port", free_port()]
     ports = json.dumps({recipe: free_port() for recipe in RECIPES})
     running = []
@@ -101,8 +118,9 @@ def test_two_hosts_whose_names_are_loopback_addresses_have_found_each_other(host
 
 
 def train_all(ports):
-    """The process that the launcher has started: it trains each recipe in a fork of its own, for torch to be imported
-    once, and on a port of its own, because the launcher's serves one training."""
+    """The process that the launcher has started: it trains each recipe in a fork of its own, for
+    torch to be imported once, and on a port of its own, because the launcher's serves one
+    training."""
     import accelerate  # noqa: F401
     import torchvision  # noqa: F401
 

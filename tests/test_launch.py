@@ -1,10 +1,9 @@
-"""What a launch is checked for before anything starts, with fakes of GPUs that this machine does not have."""
+"""What a launch is checked for before anything starts, with fakes of GPUs that this machine does
+not have."""
 
 import os
 import socket
 import sys
-import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,37 +23,31 @@ def stop(message="would start", **_):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Call `make_accelerator` of a recipe with fakes, until it exits with an error or would make the Accelerator."""
+    """Call `make_accelerator` of a recipe with fakes, until it exits with an error or would make
+    the Accelerator."""
 
-    ones = torch.ones
-
-    def on_a_gpu(*size, device=None, unusable=None):
-        if device is None:
-            return ones(*size)
-        assert call.devices, "eight processes would each make a context on the first GPU"
-        if unusable:
-            raise RuntimeError(unusable)
-
-    def call(recipe="ddp_cifar", precision="no", environment=(), cpu=False, unusable=None, **fakes):
+    def call(recipe="ddp_cifar", precision="fp32", environment=(), cpu=False, **fakes):
         module = load(f"recipes/{recipe}.py")
         call.devices = []
         monkeypatch.setattr(torch.cuda, "set_device", call.devices.append)
-        monkeypatch.setattr(torch, "ones", partial(on_a_gpu, unusable=unusable))
         monkeypatch.setattr(module, "exit_with_error", stop)
-        monkeypatch.setattr(module, "Accelerator", lambda **options: vars(args).update(options) or stop())
+        monkeypatch.setattr(
+            module, "Accelerator", lambda **options: vars(args).update(options) or stop()
+        )
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
         for name, value in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        args = SimpleNamespace(cpu=cpu, log_every=None, seed=0, tracker=None, output_dir="x", accumulation_steps=1)
+            fake = value if callable(value) else lambda *_, value=value, **__: value
+            monkeypatch.setattr(torch.cuda, name, fake)
+        args = {"cpu": cpu, "log_every": None, "seed": 0, "tracker": None, "threads": None}
+        args = SimpleNamespace(**args, output_dir="x")
         with pytest.raises(Stopped) as stopped:
             module.make_accelerator(args, precision)
         return str(stopped.value), args
 
     # Set by `make_accelerator`: monkeypatch undoes it only if it knows of it.
-    for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     yield call
     torch.set_num_threads(threads)
@@ -67,27 +60,26 @@ H100 = {"device_count": 2}
 def test_a_gpu_that_can_be_used_starts_with_a_line_every_50_steps(start):
     said, args = start(**H100)
     assert said == "would start" and args.log_every == 50
-    assert args.dataloader_config.non_blocking, "the host would wait at each batch until the step before has ended"
+    assert args.dataloader_config.non_blocking, (
+        "the host would wait at each batch until the step before has ended"
+    )
 
 
 def test_processes_share_the_cores_also_on_gpus(start, monkeypatch):
-    """For what is computed on the host, such as an offloaded optimizer: the launcher leaves each process one thread."""
+    """For what is computed on the host, such as an offloaded optimizer: the launcher leaves each
+    process one thread."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
     torch.set_num_threads(1)
     start(**H100, environment={"LOCAL_WORLD_SIZE": "2"})
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "The NVIDIA driver on your system is too old (found version 11040).",
-        "CUDA error: no kernel image is available for execution on the device\nCompile with TORCH_USE_CUDA_DSA",
-    ],
-)
-def test_a_gpu_that_this_torch_cannot_use_is_an_error_and_not_training_on_cpu(start, reason):
-    said, _ = start(device_count=1, unusable=reason)
-    assert f"torch {torch.__version__} cannot use this GPU ({reason})" in said and "pytorch.org/get-started" in said
+def test_a_gpu_that_this_torch_cannot_use_is_an_error_and_not_training_on_cpu(start):
+    def unusable(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    with pytest.raises(RuntimeError, match="too old"):
+        start(device_count=1, set_device=unusable)
 
 
 def test_each_process_tries_its_own_gpu(start):
@@ -120,40 +112,47 @@ def test_what_the_launcher_was_told_is_not_ignored(start, recipe, name):
 
 
 def test_what_the_launcher_says_by_default_and_what_the_recipe_does_is_no_error(start):
-    said = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false"}
-    assert start("amp_cifar", "bf16", {**said, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, device_count=0)[0] == (
-        "would start"
-    )
-
-
-def test_the_first_machine_does_not_take_its_loopback_interface_for_gloo(start, monkeypatch):
-    """In Debian's /etc/hosts its own name is 127.0.1.1."""
-    with open("/proc/net/route") as routes:
-        default = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
-    if not default:
-        pytest.skip("needs a default route")
-    look_up = socket.getaddrinfo
-    hosts = {"head": "127.0.1.1"}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **b: look_up(hosts.get(host, host), *a, **b))
-    start(environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head"}, device_count=0)
-    assert os.environ["GLOO_SOCKET_IFNAME"] in default
-
-
-def test_gloo_takes_the_interface_to_the_first_machine(start, monkeypatch):
-    nodes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    start(environment=nodes, device_count=0)
-    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
-    start(environment=nodes, device_count=0)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+    said = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_USE_FSDP": "false",
+    }
+    said["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+    assert start("amp_cifar", "bf16", said, device_count=0)[0] == "would start"
 
 
 def test_ranks_whose_launcher_has_ended_while_they_start_do_not_look_for_it_for_hours(start):
-    """It was killed; or, on the first machine, a rank has ended with an error before those here are up."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    """It was killed; or, on the first machine, a rank has ended with an error before those here are
+    up."""
+    address = launched_at(free_port())
     assert "the first machine, has ended" in start(environment=address, device_count=0)[0]
     with socket.create_server(("127.0.0.1", int(address["MASTER_PORT"]))):
         assert start(environment=address, device_count=0)[0] == "would start"
+
+
+def launched_at(port, processes=1, **more):
+    """What torch's launcher tells a process on a machine of one process."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": "1"}
+    return {**address, **sizes, "TORCHELASTIC_USE_AGENT_STORE": "True", **more}
+
+
+@pytest.mark.parametrize(
+    ("processes", "more", "refused"),
+    [
+        (2, {"TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        (2, {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        (2, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        (1, {"TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+    ],
+)
+def test_restarts_that_could_not_work_are_an_error_at_the_start(start, processes, more, refused):
+    """On several machines those that start again would find the addresses of the dead, and wait."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = launched_at(server.getsockname()[1], processes, **more)
+        said, _ = start(environment=environment, device_count=0)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said) == refused
+    assert refused or said == "would start"
 
 
 T4 = {"is_available": True, "is_bf16_supported": False, "get_device_name": "Tesla T4"}
@@ -165,11 +164,13 @@ T4 = {"is_available": True, "is_bf16_supported": False, "get_device_name": "Tesl
         (None, "no", ("fp16", "because this GPU has no bf16")),
         (None, "fp16", ("fp16", "by the config")),
         ("fp32", "no", ("fp32", "by --precision")),
-        ("bf16", "no", "Tesla T4 has no bf16, choose --precision fp16"),
-        (None, "bf16", "Tesla T4 has no bf16, choose --precision fp16"),
+        ("bf16", "no", "Tesla T4 has no bf16, choose another --precision"),
+        (None, "bf16", "Tesla T4 has no bf16, choose another --precision"),
     ],
 )
-def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, asked, config, expected):
+def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(
+    monkeypatch, asked, config, expected
+):
     recipe = load("recipes/amp_cifar.py")
     for name, value in T4.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
@@ -177,57 +178,33 @@ def test_amp_on_a_gpu_without_bf16_takes_fp16_where_nobody_chose(monkeypatch, as
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", config)
     args = SimpleNamespace(precision=asked, cpu=False)
     if isinstance(expected, str):
+        assert recipe.choose_precision(args)[0] == "bf16"
         with pytest.raises(Stopped, match=expected):
-            recipe.choose_precision(args)
+            recipe.check_bf16(on_gpu=True)
     else:
         assert recipe.choose_precision(args) == expected
-
-
-@pytest.mark.parametrize(("age", "resume"), [(-10, "auto"), (10**6, None)])
-def test_a_restart_resumes_only_from_what_was_saved_since_the_launch(tmp_path, monkeypatch, age, resume):
-    """The second attempt of a launch whose first one was an error must not become a resume."""
-    recipe = load("recipes/ddp_cifar.py")
-    (tmp_path / "step-00000001.pt").touch()
-    os.utime(tmp_path / "step-00000001.pt", times=(time.time() - age,) * 2)
-    monkeypatch.setattr(recipe, "exit_with_error", stop)
-    monkeypatch.setattr(sys, "argv", ["recipe", "--output-dir", str(tmp_path)])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    if resume:
-        assert recipe.parse_args().resume == resume
-    else:
-        with pytest.raises(Stopped, match="holds a run's checkpoints"):
-            recipe.parse_args()
-
-
-def test_a_checkpoint_of_one_run_is_not_resumed_in_the_directory_of_another(tmp_path):
-    recipe = load("recipes/ddp_cifar.py")
-    for name in ("one/step-00000003.pt", "other/step-00000005.pt"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).touch()
-    config = {"output_dir": str(tmp_path / "other"), "resume": str(tmp_path / "one/step-00000003.pt")}
-    checkpoint, problem = recipe.find_checkpoint(config, torch.load)
-    assert checkpoint is None and "holds the checkpoints of another run" in problem
-    config["resume"] = str(tmp_path / "nowhere/step-00000003.pt")
-    checkpoint, problem = recipe.find_checkpoint(config, torch.load)
-    assert checkpoint is None and "cannot load" in problem
 
 
 def test_amp_on_cpu_does_not_ask_cuda(monkeypatch):
     """Once asked, CUDA sees the GPUs that are hidden afterwards."""
     recipe = load("recipes/amp_cifar.py")
     monkeypatch.setattr(torch.cuda, "is_available", stop)
-    assert recipe.choose_precision(SimpleNamespace(precision=None, cpu=True)) == ("bf16", "by default")
+    monkeypatch.setattr(recipe, "has_bf16", lambda on_gpu: not on_gpu)
+    args = SimpleNamespace(precision=None, cpu=True)
+    assert recipe.choose_precision(args) == ("bf16", "by default")
 
 
 @pytest.mark.slow
 def test_cpu_processes_leave_a_gpu_alone(tmp_path):
-    """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is hidden."""
+    """With a GPU as far as torch can tell, Accelerate's barriers would go to it unless it is
+    hidden."""
     script = tmp_path / "with_a_gpu.py"
     script.write_text(
         "import os, runpy, torch\n"
         "original = torch._C._get_accelerator\n"
         "visible = lambda: os.environ['CUDA_VISIBLE_DEVICES'] != ''\n"
-        "torch._C._get_accelerator = lambda check=None: torch.device('cuda') if visible() else original()\n"
+        "asked = lambda check=None: torch.device('cuda') if visible() else original()\n"
+        "torch._C._get_accelerator = asked\n"
         f"runpy.run_path('{ROOT}/recipes/pipeline_cifar.py', run_name='__main__')\n"
     )
     training = {"processes": 2, "script": script, "flags": [*SMALL, "--cpu"], "directory": tmp_path}
@@ -236,14 +213,22 @@ def test_cpu_processes_leave_a_gpu_alone(tmp_path):
 
 
 def test_a_launchers_precision_is_an_error_through_the_launcher(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", CONFIGS[1]]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        CONFIGS[1],
+    ]
     command += ["--mixed_precision", "bf16", ROOT / "recipes/ddp_cifar.py", *SMALL, "--cpu"]
     line = the_error_line(run(command, cwd=tmp_path, check=False))
     assert "mixed_precision is bf16" in line
 
 
 LAUNCHER = """#!/usr/bin/env bash
-until (( 0x$(sed -n "s/SigCgt:[[:space:]]*//p" /proc/$PPID/status) >> 9 & 1 )); do sleep 0.1; done  # it catches SIGUSR1
+caught() { sed -n "s/SigCgt:[[:space:]]*//p" /proc/$PPID/status; }
+until (( 0x$(caught) >> 9 & 1 )); do sleep 0.1; done  # it catches SIGUSR1
 [ "$1" = unwarned ] || kill -USR1 $PPID
 sleep 1
 exit "$2"
@@ -252,13 +237,28 @@ exit "$2"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_a_node_of_a_slurm_job_answers(tmp_path):
-    """submit_job.sh goes back into the queue on 138: not where the training was complete before it could stop."""
+    """submit_job.sh goes back into the queue on 138: not where the training was complete before it
+    could stop."""
     (tmp_path / "accelerate").write_text(LAUNCHER)
     (tmp_path / "accelerate").chmod(0o755)
     script = (ROOT / "recipes/submit_job.sh").read_text()
-    on_node = script.partition("on_node='")[2].partition("\n'\n")[0].replace('--machine_rank "$SLURM_NODEID"', "")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}
+    on_node = (
+        script.partition("on_node='")[2]
+        .partition("\n'\n")[0]
+        .replace('--machine_rank "$SLURM_NODEID"', "")
+    )
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "1",
+    }
     cases = {("unwarned", 0): 0, ("unwarned", 2): 2, ("warned", 0): 0, ("warned", 1): 138}
     for case, expected in cases.items():
-        command = ["bash", "-c", on_node.replace("accelerate launch", "accelerate"), "on_node", *case]
+        command = [
+            "bash",
+            "-c",
+            on_node.replace("accelerate launch", "accelerate"),
+            "on_node",
+            *case,
+        ]
         assert run(command, check=False, **environment).returncode == expected, case

@@ -20,25 +20,41 @@ def gradients(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(gradients, processes):
-    """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes the small model."""
-    cases = gradients[processes]
+def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(
+    gradients, processes
+):
+    """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes
+    the small model."""
+    cases = gradients[processes]["equal"]
     assert len(cases) == {2: 7 + 4, 4: 7 + 1, 8: 7}[processes]
     for case, (deviation, largest, loss, expected_loss) in cases.items():
         assert deviation < 1e-9 < 1e-2 < largest, case
         assert loss == pytest.approx(expected_loss, abs=1e-5), case
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_weighted_gradient_is_the_weighted_mean_however_the_batch_is_divided(
+    gradients, processes
+):
+    """Also where all samples of a microbatch have no weight, and when it is clipped."""
+    cases = gradients[processes]["weighted"]
+    assert len(cases) == 6 if processes == 2 else 5  # (4 // replicas, 1) is there already
+    for case, (deviation, largest, loss, expected_loss) in cases.items():
+        assert deviation < 1e-6 < 1e-3 < largest, case
+        assert loss == pytest.approx(expected_loss, abs=1e-5), case
+
+
 def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
-    """The whole recipe against the whole reference: one process that accumulates over microbatches of 8 samples, as
-    many as all pipelines have together."""
+    """The whole recipe against the whole reference: one process that accumulates over microbatches
+    of 8 samples, as many as all pipelines have together."""
     flags = ["--max-steps", 10, "--lr", 0.4, "--batch-size"]
     runs = train_forked(
         tmp_path,
-        (1, "ddp_cifar", [*flags, 8, "--accumulation-steps", 4]),
+        (1, "ddp_cifar", [*flags, 8, "--global-batch-size", 32]),
         (2, "pipeline_cifar", [*flags, 32, "--schedule", "gpipe", "--microbatches", 4]),
         (4, "pipeline_cifar", [*flags, 16, "--schedule", "1f1b", "--microbatches", 2]),
-        (4, "pipeline_cifar", [*flags, 8, "--accumulation-steps", 2, "--microbatches", 2]),
+        (4, "pipeline_cifar", [*flags, 8, "--global-batch-size", 32, "--microbatches", 2]),
         (2, "pipeline_cifar", [*flags, 32, "--precision", "bf16"]),
     )
     torch.manual_seed(0)
@@ -54,9 +70,13 @@ def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
             values, expected = ([line[key] for line in run.train] for run in (piped, whole))
             assert len(values) == 10
             assert values == pytest.approx(expected, abs=tolerance)
-            assert (values == pytest.approx(expected, abs=1e-5)) != (piped is bf16 and key == "loss")
+            assert (values == pytest.approx(expected, abs=1e-5)) != (
+                piped is bf16 and key == "loss"
+            )
         weights = load_file(piped.weights)
-        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-3 if piped is bf16 else 1e-5)
+        torch.testing.assert_close(
+            weights, expected_weights, rtol=0, atol=1e-3 if piped is bf16 else 1e-5
+        )
 
     seen = [(runs[2].directory / f"batches.{rank}").read_text().splitlines() for rank in range(4)]
     assert seen[0] == seen[1] and seen[2] == seen[3] and len(seen[0]) == 10, (
@@ -69,7 +89,10 @@ def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
 def resnet_runs(tmp_path_factory):
     flags = ["--model", "resnet50", "--stem", "imagenet", "--max-steps", 1, "--batch-size", 256]
     return train_forked(
-        tmp_path_factory.mktemp("resnet"), (2, "pipeline_cifar", flags), (1, "ddp_cifar", flags), together=1
+        tmp_path_factory.mktemp("resnet"),
+        (2, "pipeline_cifar", flags),
+        (1, "ddp_cifar", flags),
+        together=1,
     )
 
 
@@ -77,12 +100,14 @@ def resnet_runs(tmp_path_factory):
 def test_the_merged_weights_evaluate_to_the_same_loss_in_a_plain_torchvision_model(resnet_runs):
     piped, _ = resnet_runs
     model, weights = torchvision.models.resnet50(num_classes=10), load_file(piped.weights)
-    assert {int(count) for name, count in weights.items() if "num_batches" in name} == {8}, "microbatches of one step"
+    assert {int(count) for name, count in weights.items() if "num_batches" in name} == {8}, (
+        "microbatches of one step"
+    )
     model.load_state_dict(weights, strict=True)
     model.eval()
-    images, labels = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu")).__getitems__(
-        list(range(128))
-    )
+    images, labels = recipe.ImageTensors(
+        *recipe.synthetic_images(128, seed=2), torch.device("cpu")
+    ).__getitems__(list(range(128)))
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(images), labels).item()
     assert loss == pytest.approx(piped.summary["test_loss"], rel=1e-4)
@@ -92,7 +117,10 @@ def test_the_merged_weights_evaluate_to_the_same_loss_in_a_plain_torchvision_mod
 def test_each_stage_needs_less_memory_than_the_whole_model(resnet_runs):
     piped, whole = resnet_runs
     peaks = piped.summary["rank_peak_memory_bytes"]
-    assert len(peaks) == 2 and max(peaks) == piped.summary["peak_memory_bytes"] < whole.summary["peak_memory_bytes"]
+    assert (
+        len(peaks) == 2
+        and max(peaks) == piped.summary["peak_memory_bytes"] < whole.summary["peak_memory_bytes"]
+    )
     first, second = piped.summary["stages"]
     assert first.startswith("conv1, ") and "layer3.1: " in first
     assert second.startswith("layer3.2, ") and "fc: " in second
@@ -104,14 +132,20 @@ def test_evaluation_counts_each_sample_once(tmp_path):
     flags = ["--max-steps", 2, "--batch-size", 24, "--microbatches", 4]
     images = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu"))
     images, labels = images.__getitems__(list(range(128)))
-    for result in train_forked(tmp_path, *((processes, "pipeline_cifar", flags) for processes in (2, 4))):
+    for result in train_forked(
+        tmp_path, *((processes, "pipeline_cifar", flags) for processes in (2, 4))
+    ):
         summary, model = result.summary, recipe.build_model(SimpleNamespace(model="simple_cnn"))
         model.load_state_dict(load_file(result.weights))
         with torch.no_grad():
             logits = model(images)
         assert summary["samples"] == 128
-        assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(summary["test_loss"], rel=1e-4)
-        assert (logits.argmax(1) == labels).double().mean().item() == pytest.approx(summary["test_accuracy"], abs=1e-6)
+        assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(
+            summary["test_loss"], rel=1e-4
+        )
+        assert (logits.argmax(1) == labels).double().mean().item() == pytest.approx(
+            summary["test_accuracy"], abs=1e-6
+        )
 
 
 def test_the_cut_moves_and_the_stages_hold_everything_once():
@@ -126,7 +160,9 @@ def test_the_cut_moves_and_the_stages_hold_everything_once():
         assert next(iter(second)) == boundary and [*first, *second] == list(blocks)
     args.split = "layer1.2"
     assert next(iter(recipe.cut(blocks, args)[1])) == "layer1.2"
-    sequential = torch.nn.Sequential(*[block for part in recipe.cut(blocks, args) for block in part.values()]).eval()
+    sequential = torch.nn.Sequential(
+        *[block for part in recipe.cut(blocks, args) for block in part.values()]
+    ).eval()
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(sequential(images), model.eval()(images))
 
@@ -140,8 +176,21 @@ def test_a_block_that_comes_twice_runs_twice():
 REFUSALS = {
     "one process": (1, [], ["2gpu.yaml", "4gpu.yaml"]),
     "three processes": (3, [], ["2gpu.yaml", "4gpu.yaml"]),
-    "batch that does not divide": (2, ["--batch-size", 100], ["--microbatches", "8", "100"]),
-    "too few microbatches": (2, ["--schedule", "1f1b", "--microbatches", 1], ["--microbatches", "1f1b", "gpipe"]),
+    "batch that does not divide": (
+        2,
+        ["--batch-size", 100],
+        ["100", "multiples of 8", "choose 96 or 112"],
+    ),
+    "batch smaller than its parts": (
+        2,
+        ["--batch-size", 4],
+        ["--microbatches", "8 for a batch of 4"],
+    ),
+    "too few microbatches": (
+        2,
+        ["--schedule", "1f1b", "--microbatches", 1],
+        ["--microbatches", "1f1b", "gpipe"],
+    ),
     "unknown boundary": (2, ["--split", "layer9"], ["--split", "layer9", "1, 2"]),
     "cut before everything": (2, ["--split", "0"], ["--split", "1, 2"]),
     "compilation": (2, ["--compile"], ["--compile"]),
@@ -153,7 +202,15 @@ def refusals(tmp_path_factory):
     directory, runs = tmp_path_factory.mktemp("refused"), []
     for case, (processes, flags, _) in REFUSALS.items():
         flags = [*SMALL, *flags, "--output-dir", case]
-        runs.append({"processes": processes, "script": RECIPE, "directory": directory, "flags": flags, "grace": 0.5})
+        runs.append(
+            {
+                "processes": processes,
+                "script": RECIPE,
+                "directory": directory,
+                "flags": flags,
+                "grace": 0.5,
+            }
+        )
     return dict(zip(REFUSALS, forked(runs, directory, together=2), strict=True))
 
 

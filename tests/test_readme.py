@@ -26,7 +26,9 @@ COMMANDS = {page: set(re.findall(COMMAND, page, re.MULTILINE)) for page in (READ
 def table_rows(header):
     """The rows of the table under a header line, as lists of cells without backticks."""
     rows = README.partition(f"{header}\n")[2].splitlines()[1:]
-    rows = rows[: next((index for index, row in enumerate(rows) if not row.startswith("|")), len(rows))]
+    rows = rows[
+        : next((index for index, row in enumerate(rows) if not row.startswith("|")), len(rows))
+    ]
     return [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
 
 
@@ -34,7 +36,11 @@ def documented_flags(recipe):
     """{flag: default} of a recipe, as the README has them."""
     rows = table_rows("| flag | only in | default | meaning |")
     name = recipe.removesuffix("_cifar")
-    flags = {flag: default for flag, recipes, default, _ in rows if not recipes or name in recipes.split(", ")}
+    flags = {
+        flag: default
+        for flag, recipes, default, _ in rows
+        if not recipes or name in recipes.split(", ")
+    }
     return flags | {"--output-dir": f"runs/{recipe}"}
 
 
@@ -61,7 +67,9 @@ def test_the_differences_shown_are_real():
     for part in parts:
         files, *lines = part.splitlines()
         command = ["diff", "--unified=2000", *files.split()]
-        difference = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+        difference = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True
+        ).stdout.splitlines()
         assert files.startswith("recipes/ddp_cifar.py ") and len(lines) >= 2
         for line in lines:
             assert line in difference, f"no longer a difference: {line}"
@@ -69,14 +77,20 @@ def test_the_differences_shown_are_real():
 
 def test_the_functions_named_are_there_above_the_machinery():
     story, machinery, _ = (ROOT / "recipes/ddp_cifar.py").read_text().partition("= machinery")
-    named = {name for names, _ in table_rows("| function | what it does |") for name in names.split(", ")}
+    named = {
+        name for names, _ in table_rows("| function | what it does |") for name in names.split(", ")
+    }
     assert machinery and named == set(re.findall(r"^def (\w+)", story, re.MULTILINE))
 
 
 def test_the_result_tables_are_those_of_the_result_files():
     for page, tables in ((README, 1), (MEASUREMENTS, 2)):
         assert filled(page) == page, "run make results"
-        assert page.count("<!-- end -->") == len(re.findall("<!-- benchmarks/results/", page)) == tables
+        assert (
+            page.count("<!-- end -->")
+            == len(re.findall("<!-- benchmarks/results/", page))
+            == tables
+        )
     assert (table := (RESULTS / "accuracy.md").read_text()) == accuracy_table(RESULTS / "accuracy")
     shown = re.findall(r"^\| [\d.%, ]+ \| [\d, ]+ \| `accelerate launch .*$", README, re.MULTILINE)
     assert shown and set(shown) <= set(table.splitlines())
@@ -112,11 +126,15 @@ def test_every_launch_line_trains(tmp_path):
         if not found or "fp16" in command or "--split" in command:
             continue
         processes, recipe, flags = int(found[1]), Path(found[2]).stem, found[3].split()
-        given = tuple(flag for flag in flags if flag.startswith("--") and flag not in ("--epochs", "--lr"))
+        given = tuple(
+            flag for flag in flags if flag.startswith("--") and flag not in ("--epochs", "--lr")
+        )
         flags += ["--data", "synthetic", "--max-steps", "1", "--batch-size", "16"]
         runs.setdefault((processes, recipe, given), (processes, recipe, flags))
     assert len(runs) >= 6
-    for (processes, recipe, _), result in zip(runs, train_forked(tmp_path, *runs.values()), strict=True):
+    for (processes, recipe, _), result in zip(
+        runs, train_forked(tmp_path, *runs.values()), strict=True
+    ):
         assert (result.summary["world_size"], result.summary["recipe"]) == (processes, recipe)
 
 
@@ -129,7 +147,9 @@ def test_every_other_command_is_one_that_is_run_elsewhere(monkeypatch):
             monkeypatch.setattr(sys, "argv", shlex.split(command.partition("benchmarks/")[2]))
             assert bench.parse_args(), command
             count += 1
-        elif program not in ("plain_ddp_cifar.py", "submit_job.sh") and not command.startswith("torchrun"):
+        elif program not in ("plain_ddp_cifar.py", "submit_job.sh") and not command.startswith(
+            "torchrun"
+        ):
             assert re.search(r"accelerate_configs/(\dgpu|nodes).yaml ", command), command
     assert count >= 5
 
@@ -139,7 +159,9 @@ def test_the_make_targets_named_exist():
     for page in (README, MEASUREMENTS, (ROOT / "CONTRIBUTING.md").read_text()):
         named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page, re.MULTILINE))
         assert named and named <= targets
-    assert {"bench", "demo", "train"} <= set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
+    assert {"bench", "demo", "train"} <= set(
+        re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)
+    )
 
 
 def test_the_schedule_is_the_documented_one():
@@ -173,7 +195,9 @@ def test_the_loop_before_and_after(tmp_path, monkeypatch):
         exec("\n".join(line[1:] for line in lines if line[0] in (" ", sign)), names)
         weights.append(model.weight)
     assert torch.equal(*weights)
-    assert torch.equal(torch.load("model.pt")["weight"], load_file("weights/model.safetensors")["weight"])
+    assert torch.equal(
+        torch.load("model.pt")["weight"], load_file("weights/model.safetensors")["weight"]
+    )
 
 
 def test_the_weights_load_in_plain_torchvision(tmp_path):
@@ -181,8 +205,13 @@ def test_the_weights_load_in_plain_torchvision(tmp_path):
     assert "they load in a plain torchvision model" in README
     recipe = load("recipes/ddp_cifar.py")
     model = recipe.build_model(SimpleNamespace(model="resnet50", stem="imagenet"))
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
-    torchvision.models.resnet50(num_classes=10).load_state_dict(load_file(tmp_path / "model.safetensors"))
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    torchvision.models.resnet50(num_classes=10).load_state_dict(
+        load_file(tmp_path / "model.safetensors")
+    )
 
 
 def test_the_readme_is_short():

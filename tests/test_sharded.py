@@ -1,4 +1,5 @@
-"""The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is whole or not there."""
+"""The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is whole
+or not there."""
 
 import json
 import pickle
@@ -11,7 +12,7 @@ import torchvision
 from conftest import PROGRAMS, ROOT, forked, load, outputs
 from safetensors.torch import load_file
 from test_own_projects import FEWER, copy
-from test_resume import assert_identical, batches, content, untimed
+from test_resume import MEASURED, assert_identical, batches, content, untimed
 from torch import nn
 
 sys.path.append(str(ROOT / "tests/programs"))
@@ -21,9 +22,14 @@ recipe = load("recipes/sharded_cifar.py")
 
 
 def run_all(directory, runs, plain=True):
-    """{name: what a run left behind}, of runs {name: (processes, recipe, flags)} that have to succeed."""
+    """{name: what a run left behind}, of runs {name: (processes, recipe, flags)} that succeed."""
     described = [
-        {"processes": processes, "recipe": name, "flags": ["--log-every", 1, *flags], "directory": directory / case}
+        {
+            "processes": processes,
+            "recipe": name,
+            "flags": ["--log-every", 1, *flags],
+            "directory": directory / case,
+        }
         for case, (processes, name, flags) in runs.items()
     ]
     for one in described:
@@ -39,18 +45,29 @@ EQUAL = {  # processes, flags, and those of ddp_cifar.py on one process
     "4": (4, ["--batch-size", 8], []),
     "8": (8, ["--batch-size", 4], []),
     "2x2": (4, ["--batch-size", 8, "--replicas", 2], []),
-    "accumulated": (2, ["--batch-size", 4, "--accumulation-steps", 4], []),
-    "accumulated in shards": (2, ["--batch-size", 8, "--accumulation-steps", 2, "--sync-each-batch"], []),
-    "accumulated 2x2": (4, ["--batch-size", 4, "--accumulation-steps", 2, "--replicas", 2], []),
+    "accumulated": (2, ["--batch-size", 4, "--global-batch-size", 32], []),
+    "accumulated in shards": (
+        2,
+        ["--batch-size", 8, "--global-batch-size", 32, "--sync-each-batch"],
+        [],
+    ),
+    "accumulated 2x2": (4, ["--batch-size", 4, "--global-batch-size", 32, "--replicas", 2], []),
     "clipped": (4, ["--batch-size", 8, "--clip-norm", 0.05], ["--clip-norm", 0.05]),
-    "clipped 2x2": (4, ["--batch-size", 8, "--replicas", 2, "--clip-norm", 0.05], ["--clip-norm", 0.05]),
+    "clipped 2x2": (
+        4,
+        ["--batch-size", 8, "--replicas", 2, "--clip-norm", 0.05],
+        ["--clip-norm", 0.05],
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def equal_runs(tmp_path_factory):
     flags = ["--max-steps", 8, "--lr", 0.2]
-    runs = {case: (processes, "sharded_cifar", [*flags, *own]) for case, (processes, own, _) in EQUAL.items()}
+    runs = {
+        case: (processes, "sharded_cifar", [*flags, *own])
+        for case, (processes, own, _) in EQUAL.items()
+    }
     for _, _, theirs in EQUAL.values():
         runs[f"ddp {theirs}"] = 1, "ddp_cifar", [*flags, "--batch-size", 32, *theirs]
     return run_all(tmp_path_factory.mktemp("equal"), runs)
@@ -78,11 +95,18 @@ def test_losses_and_weights_are_those_of_ddp(equal_runs, case):
 def gradients(tmp_path_factory):
     """{case: answer of programs/sharded_gradient.py}"""
     directory, runs = tmp_path_factory.mktemp("gradients"), []
-    cases = {"2x2": (4, 2, False, True), "8": (8, 1, False, False), "4": (4, 1, False, True), "2": (2, 1, True, True)}
+    cases = {
+        "2x2": (4, 2, False, True),
+        "8": (8, 1, False, False),
+        "4": (4, 1, False, True),
+        "2": (2, 1, True, True),
+    }
     for case, (processes, *flags) in cases.items():
         script = ROOT / "tests/programs/sharded_gradient.py"
         flags = [str(flag) for flag in (directory / case, *flags)]
-        runs.append({"processes": processes, "script": str(script), "flags": flags, "directory": directory})
+        runs.append(
+            {"processes": processes, "script": str(script), "flags": flags, "directory": directory}
+        )
     for codes, output in forked(runs, directory, together=2, **PROGRAMS):
         assert set(codes) == {0}, output
     return {case: json.loads((directory / case).read_text()) for case in cases}
@@ -91,14 +115,20 @@ def gradients(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["2", "4", "2x2"])
 def test_gradients_of_resnet50_are_those_of_the_whole_model(gradients, case):
-    assert gradients[case]["deviation"] < 1e-9 * gradients[case]["largest"] and gradients[case]["largest"] > 0.1
+    assert (
+        gradients[case]["deviation"] < 1e-9 * gradients[case]["largest"]
+        and gradients[case]["largest"] > 0.1
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_a_process_holds_its_share_and_at_most_one_block_more(gradients, processes):
     held, whole, unit = (gradients[str(processes)][key] for key in ("held", "whole", "unit"))
-    assert len(held) == processes and sum(held) >= whole == 3 * (4 if processes == 8 else 8) * 23_528_522
+    assert (
+        len(held) == processes
+        and sum(held) >= whole == 3 * (4 if processes == 8 else 8) * 23_528_522
+    )
     assert max(held) <= whole / processes + unit
 
 
@@ -129,19 +159,30 @@ def precisions(tmp_path_factory):
 
 
 def test_the_losses_of_bf16_follow_those_of_fp32(precisions):
-    losses, expected = ([line["loss"] for line in precisions[name]["train"]] for name in ("bf16", "fp32"))
+    losses, expected = (
+        [line["loss"] for line in precisions[name]["train"]] for name in ("bf16", "fp32")
+    )
     assert len(losses) == 10 and losses != expected
     assert losses == pytest.approx(expected, abs=0.02)
     assert (
-        precisions["bf16"]["summary"]["rank_parameter_bytes"] == precisions["fp32"]["summary"]["rank_parameter_bytes"]
+        precisions["bf16"]["summary"]["rank_parameter_bytes"]
+        == precisions["fp32"]["summary"]["rank_parameter_bytes"]
     )
-    assert all(value.dtype != torch.bfloat16 for value in load_file(precisions["bf16"]["weights"]).values())
+    assert all(
+        value.dtype != torch.bfloat16 for value in load_file(precisions["bf16"]["weights"]).values()
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_repeated_forward_passes_change_nothing_not_even_batchnorms_statistics(precisions, precision):
-    weights, expected = (load_file(precisions[name]["weights"]) for name in (f"{precision} twice", precision))
-    assert expected["0.1.num_batches_tracked"] == 10 and expected["0.1.running_mean"].abs().max() > 0
+def test_repeated_forward_passes_change_nothing_not_even_batchnorms_statistics(
+    precisions, precision
+):
+    weights, expected = (
+        load_file(precisions[name]["weights"]) for name in (f"{precision} twice", precision)
+    )
+    assert (
+        expected["0.1.num_batches_tracked"] == 10 and expected["0.1.running_mean"].abs().max() > 0
+    )
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
@@ -149,7 +190,8 @@ COUNTED = """
 import inspect
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-plain_model, train, reduce, normalise = build_model, main, _fsdp_param_group.foreach_reduce, nn.InstanceNorm2d.forward
+plain_model, train = build_model, main
+reduce, normalise = _fsdp_param_group.foreach_reduce, nn.InstanceNorm2d.forward
 signature, dtypes, passes = inspect.signature(reduce), [], []
 
 
@@ -175,17 +217,28 @@ _fsdp_param_group.foreach_reduce, nn.InstanceNorm2d.forward = counted_reduce, co
 
 def main():
     train()
-    Path(f"counted.{os.environ['RANK']}").write_text(json.dumps([len(dtypes), str(set(dtypes)), sum(passes)]))
+    counted = [len(dtypes), str(set(dtypes)), sum(passes)]
+    Path(f"counted.{os.environ['RANK']}").write_text(json.dumps(counted))
 """
 
 
 @pytest.mark.slow
 def test_what_is_built_reduced_and_repeated(tmp_path):
-    """On two processes: who builds the model where, how often gradients are reduced, and in what precision, and how
-    often a unit's forward pass runs. Three steps of four microbatches."""
+    """On two processes: who builds the model where, how often gradients are reduced, and in what
+    precision, and how often a unit's forward pass runs. Three steps of four microbatches."""
     script = copy("sharded_cifar", COUNTED, tmp_path / "counted.py", FEWER)
-    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 8, "--max-steps", 3]
-    flags += ["--accumulation-steps", 4, "--output-dir", "run"]
+    flags = [
+        "--cpu",
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--batch-size",
+        8,
+        "--max-steps",
+        3,
+    ]
+    flags += ["--global-batch-size", 64, "--output-dir", "run"]
     cases = {
         "bf16": ["--precision", "bf16"],
         "bf16 each": ["--precision", "bf16", "--sync-each-batch"],
@@ -195,25 +248,41 @@ def test_what_is_built_reduced_and_repeated(tmp_path):
     runs = []
     for name, own in cases.items():
         (tmp_path / name).mkdir()
-        runs.append({"processes": 2, "script": script, "directory": tmp_path / name, "flags": [*flags, *own]})
+        runs.append(
+            {
+                "processes": 2,
+                "script": script,
+                "directory": tmp_path / name,
+                "flags": [*flags, *own],
+            }
+        )
     for codes, output in forked(runs, tmp_path, together=2):
         assert codes == [0, 0], output
         assert (output.count("built on cpu"), output.count("built on meta")) == (1, 2)
     counted = {
-        name: [json.loads((tmp_path / name / f"counted.{rank}").read_text()) for rank in (0, 1)] for name in cases
+        name: [json.loads((tmp_path / name / f"counted.{rank}").read_text()) for rank in (0, 1)]
+        for name in cases
     }
     assert all(one == other for one, other in counted.values())
-    reductions, dtypes, passes = ({name: count[0][part] for name, count in counted.items()} for part in range(3))
+    reductions, dtypes, passes = (
+        {name: count[0][part] for name, count in counted.items()} for part in range(3)
+    )
     assert reductions["bf16"] >= 9 and reductions["bf16 each"] == 4 * reductions["bf16"]
     assert "bfloat16" not in dtypes["bf16"] and "float32" in dtypes["bf16"]
     assert (passes["fp32"], passes["fp32 twice"]) == (12, 24)
-    weights, expected = (load_file(tmp_path / name / "run/model.safetensors") for name in ("fp32 twice", "fp32"))
+    weights, expected = (
+        load_file(tmp_path / name / "run/model.safetensors") for name in ("fp32 twice", "fp32")
+    )
     assert expected["0.1.running_mean"].abs().max() > 1e-3
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)  # torch averages InstanceNorm's copies again
+    torch.testing.assert_close(
+        weights, expected, rtol=0, atol=1e-6
+    )  # torch averages InstanceNorm's copies again
 
 
 @pytest.mark.slow
-def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what_a_process_holds(tmp_path):
+def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what_a_process_holds(
+    tmp_path,
+):
     flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 8, "--max-steps", 1]
     result = run_all(tmp_path, {"run": (2, "sharded_cifar", flags)})["run"]
     model = torchvision.models.resnet50(num_classes=10)
@@ -226,7 +295,9 @@ def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what
     assert loss == pytest.approx(summary["test_loss"], rel=1e-4)
     assert summary["holds"].startswith("11,764,261 of 23,528,522 parameters")
     for kind in ("parameter", "gradient", "optimizer"):
-        assert all(23_528_522 * 2 <= held < 23_528_522 * 2.1 for held in summary[f"rank_{kind}_bytes"])
+        assert all(
+            23_528_522 * 2 <= held < 23_528_522 * 2.1 for held in summary[f"rank_{kind}_bytes"]
+        )
     assert len(summary["rank_peak_memory_bytes"]) == 2
 
 
@@ -237,20 +308,38 @@ def test_weights_that_are_there_survive_a_kill_and_can_be_evaluated(tmp_path):
     death = line, f"            os.kill(os.getpid(), signal.SIGKILL)\n{line}"
     original = copy("sharded_cifar", "", tmp_path / "original.py", FEWER)
     killed = copy("sharded_cifar", "", tmp_path / "killed.py", FEWER, death)
-    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32, "--max-steps", 3]
-    again, weights = ["--output-dir", "run", "--resume", "auto"], ["--weights", "run/model.safetensors"]
+    flags = [
+        "--cpu",
+        "--data",
+        "synthetic",
+        "--model",
+        "simple_cnn",
+        "--batch-size",
+        32,
+        "--max-steps",
+        3,
+    ]
+    again, weights = ["--output-dir", "run"], ["--weights", "run/model.safetensors"]
     common = {"processes": 2, "directory": tmp_path}
-    first, evaluated = ["--output-dir", "run"], ["--output-dir", "evaluated", "--epochs", 0, *weights]
+    first, evaluated = (
+        ["--output-dir", "run"],
+        ["--output-dir", "evaluated", "--epochs", 0, *weights],
+    )
     steps = (original, first), (killed, again), (original, evaluated), (original, again)
-    answers = forked([{**common, "script": script, "flags": [*flags, *own]} for script, own in steps], tmp_path)
+    answers = forked(
+        [{**common, "script": script, "flags": [*flags, *own]} for script, own in steps], tmp_path
+    )
     assert [set(codes) for codes, _ in answers] == [{0}, {-9}, {0}, {0}], answers
-    ours, theirs = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("evaluated", "run"))
+    ours, theirs = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("evaluated", "run")
+    )
     assert ours["test_loss"] == theirs["test_loss"] and ours["steps"] == 0
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
 def checkpoint(folder):
-    """A checkpoint's content, without what differs between two equal runs: the header of a shard is in any order."""
+    """A checkpoint's content, without what differs between two equal runs: the header of a shard is
+    in any order."""
     rest = content(folder / "run.pt")
     return {**rest, "checksums": {name: load_file(folder / name) for name in rest["checksums"]}}
 
@@ -260,15 +349,28 @@ RESUMED = {"1": (1, []), "2": (2, []), "2x2": (4, ["--replicas", 2])}
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """Twenty steps of a model with BatchNorm and dropout; and the same, stopped in mid-epoch and resumed."""
+    """Twenty steps of a model with BatchNorm and dropout; and the same, stopped in mid-epoch and
+    resumed."""
     directory, runs = tmp_path_factory.mktemp("resumed"), []
     for case, (processes, flags) in RESUMED.items():
         common = {"recipe": "sharded_cifar", "processes": processes}
-        flags = [*flags, "--batch-size", 64 // processes, "--log-every", 1, "--checkpoint-every", 15, "--keep", 9]
+        flags = [
+            *flags,
+            "--batch-size",
+            64 // processes,
+            "--log-every",
+            1,
+            "--checkpoint-every",
+            15,
+            "--keep",
+            9,
+        ]
         runs.append({**common, "flags": flags, "directory": directory / f"{case}-whole"})
         common |= {"directory": directory / f"{case}-broken"}
-        runs.append({**common, "flags": flags, "disturbances": {str(processes - 1): [4, "SIGTERM"]}})
-        runs.append({**common, "flags": [*flags, "--resume", "auto"]})
+        runs.append(
+            {**common, "flags": flags, "disturbances": {str(processes - 1): [4, "SIGTERM"]}}
+        )
+        runs.append({**common, "flags": flags})
     return directory, forked(runs, directory)
 
 
@@ -283,15 +385,21 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(resumed, case):
     stop = 4 if processes == 1 else 5  # the votes of one step are counted after the next
     assert f"resumed_from: {stop}\n" in outcomes[index + 2][1]
     whole, broken = directory / f"{case}-whole", directory / f"{case}-broken"
-    assert sorted(path.name for path in broken.glob("*/")) == [f"step-{step:08}" for step in (stop, 15, 20)]
+    assert sorted(path.name for path in broken.glob("*/")) == [
+        f"step-{step:08}" for step in (stop, 15, 20)
+    ]
     for step in (15, 20):
         one, other = (checkpoint(run / f"step-{step:08}") for run in (whole, broken))
         assert_identical(one, other)
         assert len({name.partition("-model")[0] for name in one["checksums"]}) == processes
-        saved = sum(value.numel() for shards in one["checksums"].values() for value in shards.values())
+        saved = sum(
+            value.numel() for shards in one["checksums"].values() for value in shards.values()
+        )
         assert saved == 2 * parameters, "nothing twice, of replicas neither"
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
-    assert untimed((whole / "metrics.jsonl").read_text()) == untimed((broken / "metrics.jsonl").read_text())
+    assert untimed((whole / "metrics.jsonl").read_text()) == untimed(
+        (broken / "metrics.jsonl").read_text()
+    )
     for rank in range(processes):
         assert len(batches(whole, rank)) == 20 and batches(whole, rank) == batches(broken, rank)
 
@@ -305,39 +413,52 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
     runs = {f"from {n}": (n, "sharded_cifar", [*flags, "--batch-size", 32 // n]) for n in (2, 4)}
     for change, (before, after, own) in CHANGES.items():
         checkpoint = tmp_path / f"from {before}/step-00000006"
-        runs[change] = after, "sharded_cifar", [*own, "--batch-size", 32 // after, "--resume", checkpoint]
+        runs[change] = (
+            after,
+            "sharded_cifar",
+            [*own, "--batch-size", 32 // after, "--resume", checkpoint],
+        )
     results = run_all(
-        tmp_path, {name: (n, recipe, ["--max-steps", 10, *own]) for name, (n, recipe, own) in runs.items()}
+        tmp_path,
+        {name: (n, recipe, ["--max-steps", 10, *own]) for name, (n, recipe, own) in runs.items()},
     )
     for change, (before, *_) in CHANGES.items():
         assert results[change]["summary"]["resumed_from"] == 6
         for event in ("train", "evaluations"):
             lines, expected = results[change][event], results[f"from {before}"][event]
             assert len(lines) == len(expected) == (10 if event == "train" else 1)
-            for key in lines[0].keys() - {"time", "samples_per_second", "event"}:
+            for key in lines[0].keys() - {*MEASURED, "event"}:
                 values = [line[key] for line in expected]
                 assert [line[key] for line in lines] == pytest.approx(values, abs=1e-5, rel=0)
         weights = load_file(results[change]["weights"])
-        torch.testing.assert_close(weights, load_file(results[f"from {before}"]["weights"]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            weights, load_file(results[f"from {before}"]["weights"]), rtol=0, atol=1e-5
+        )
 
 
-# A save has some 45 moments in the main process: shards until 35, run.pt until 41, the rename at 42, then the next.
+# A save has some 45 moments in the main process: shards until 35, run.pt until 41, the rename at
+# 42, then the next.
 MOMENTS = (0, 2, 5, 20, 34, 36, 37, 38, 40, 41, 42, 43, 45, 60, 86, 88, 90, 131, 133)
 KILLS = [*((0, moment) for moment in MOMENTS), (1, 1), (1, 3), (1, 9)]
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path):
-    """One run, killed over and over while it saves and resumed each time; and an undisturbed one."""
+    """One run, killed over and over while it saves and continued each time; and an undisturbed
+    one."""
     common = {"recipe": "sharded_cifar", "processes": 2}
     flags = ["--batch-size", 32, "--checkpoint-every", 1, "--keep", 2]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resumed = {**common, "directory": str(killed), "flags": [*flags, "--resume", "auto"]}
+    resumed = {**common, "directory": str(killed), "flags": flags}
     program, runs = str(ROOT / "tests/programs/sharded_killed.py"), []
     for kill in KILLS:
         flagged = [json.dumps({**resumed, "kill": kill})]
-        runs.append({"script": program, "processes": 2, "directory": str(tmp_path), "flags": flagged})
-    outcomes = forked([{**common, "directory": whole, "flags": flags}, *runs, resumed], tmp_path, **PROGRAMS)
+        runs.append(
+            {"script": program, "processes": 2, "directory": str(tmp_path), "flags": flagged}
+        )
+    outcomes = forked(
+        [{**common, "directory": whole, "flags": flags}, *runs, resumed], tmp_path, **PROGRAMS
+    )
     begins = []
     for (codes, output), kill in zip(outcomes, (None, *KILLS, None), strict=True):
         assert codes == [0, 0] if kill is None else codes[kill[0]] == -9, (kill, output)
@@ -347,9 +468,13 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path
     assert begins == sorted(begins), "a checkpoint was lost"
     assert 3 < begins[-1] < 20, "the kills came too early or too late to prove anything"
     for step in (19, 20):
-        assert_identical(*(checkpoint(directory / f"step-{step:08}") for directory in (whole, killed)))
+        assert_identical(
+            *(checkpoint(directory / f"step-{step:08}") for directory in (whole, killed))
+        )
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
-    assert sorted(path.name for path in killed.glob("*")) == sorted(path.name for path in whole.glob("*"))
+    assert sorted(path.name for path in killed.glob("*")) == sorted(
+        path.name for path in whole.glob("*")
+    )
 
 
 class Hostile:
@@ -385,49 +510,85 @@ def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path
     cases = {
         "flipped": (flip, "is damaged"),
         "missing": (lambda folder: (folder / shard).unlink(), "is damaged, missing"),
-        "another": (lambda folder: shutil.copy(folder / shard, folder / "b.safetensors"), "b.safetensors is"),
+        "another": (
+            lambda folder: shutil.copy(folder / shard, folder / "b.safetensors"),
+            "b.safetensors is",
+        ),
         "torn": (lambda folder: (folder / "run.pt").write_bytes(b"PK"), "BadZipFile"),
-        "hostile": (lambda folder: torch.save(Hostile(executed), folder / "run.pt"), "UnpicklingError"),
+        "hostile": (
+            lambda folder: torch.save(Hostile(executed), folder / "run.pt"),
+            "UnpicklingError",
+        ),
         "hostile shard": (hostile_shard, "does not fit this model"),
-        "hostile .metadata": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Hostile(executed))), ""),
+        "hostile .metadata": (
+            lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Hostile(executed))),
+            "",
+        ),
     }
     for name, (spoil, _) in cases.items():
         shutil.copytree(first, tmp_path / name, ignore=shutil.ignore_patterns("run.lock"))
         spoil(tmp_path / name / "step-00000004")
-    runs = [{**common, "directory": tmp_path / name, "flags": [*flags, "--resume", "auto"]} for name in cases]
-    for (name, (_, words)), (codes, output) in zip(cases.items(), forked(runs, tmp_path), strict=True):
+    runs = [{**common, "directory": tmp_path / name, "flags": flags} for name in cases]
+    for (name, (_, words)), (codes, output) in zip(
+        cases.items(), forked(runs, tmp_path), strict=True
+    ):
         assert words in output, output
         assert not executed.exists(), name
         begins = {"hostile shard": None, "hostile .metadata": 4}.get(name, 2)
-        assert codes == [0 if begins else 2] and (not begins or f"resumed_from: {begins}\n" in output), output
-        if begins == 2:
-            (abandoned,) = (tmp_path / name).glob("step-00000004.abandoned-*")
-            assert abandoned.is_dir(), "what is damaged is kept, too"
+        assert codes == [0 if begins else 2] and (
+            not begins or f"resumed_from: {begins}\n" in output
+        ), output
+        names = sorted(path.name for path in (tmp_path / name).glob("step-*"))
+        assert names == ["step-00000002", "step-00000004"]
+        if begins:
+            checkpoint(tmp_path / name / "step-00000004")  # written anew, over what was damaged
     pickle.loads(pickle.dumps(Hostile(executed))).close()
     assert executed.exists(), "the hostile file was harmless"
 
 
 @pytest.mark.slow
 def test_where_a_checkpoint_cannot_be_written_or_is_not_finite_all_processes_end(tmp_path):
-    """A file is in the folder's place, a batch of the second process is not finite, and the weights are no weights."""
+    """A file is in the folder's place, a batch of the second process is not finite, and the weights
+    are no weights."""
     common = {"recipe": "sharded_cifar", "processes": 2}
     flags = ["--batch-size", 32, "--checkpoint-every", 5]
-    runs = [{**common, "directory": tmp_path / name, "flags": flags} for name in ("full", "nan", "weights")]
+    runs = [
+        {**common, "directory": tmp_path / name, "flags": flags}
+        for name in ("full", "nan", "weights")
+    ]
     runs[1]["disturbances"] = {"1": [7, "nan"]}
     runs[2] |= {"flags": [*flags, "--weights", str(tmp_path / "full/checkpoint.tmp")], "grace": 0.5}
     (tmp_path / "full").mkdir()
     (tmp_path / "full/checkpoint.tmp").write_text("in the way")
-    expected = ([1, 1], "cannot write step-00000005 ("), ([1, 1], "not finite since a step between 7 and 9 "), ([2], "")
-    for (codes, words), (found, output) in zip(expected, forked(runs, tmp_path, together=2), strict=True):
+    expected = (
+        ([1, 1], "cannot write step-00000005 ("),
+        ([1, 1], "not finite on ranks [0, 1], since a step between 7 and 9, "),
+        ([2], ""),
+    )
+    for (codes, words), (found, output) in zip(
+        expected, forked(runs, tmp_path, together=2), strict=True
+    ):
         assert found[: len(codes)] == codes and words in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
     assert [path.name for path in tmp_path.glob("*/step-*")] == ["step-00000005"]
 
 
 REFUSALS = {
-    "replicas": ({"WORLD_SIZE": "4"}, ["--replicas", "3"], "argument --replicas: 3 do not divide the 4 process"),
-    "more replicas": ({}, ["--replicas", "2"], "argument --replicas: 2 do not divide the 1 process"),
-    "offload": ({}, ["--cpu-offload"], "argument --cpu-offload: there is nothing to offload without a GPU"),
+    "replicas": (
+        {"WORLD_SIZE": "4"},
+        ["--replicas", "3"],
+        "argument --replicas: 3 do not divide the 4 process",
+    ),
+    "more replicas": (
+        {},
+        ["--replicas", "2"],
+        "argument --replicas: 2 do not divide the 1 process",
+    ),
+    "offload": (
+        {},
+        ["--cpu-offload"],
+        "argument --cpu-offload: there is nothing to offload without a GPU",
+    ),
 }
 
 
@@ -436,7 +597,9 @@ def test_refused_in_one_line_before_a_process_group_starts(case, tmp_path, monke
     env, flags, message = REFUSALS[case]
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["sharded_cifar.py", "--cpu", "--output-dir", str(tmp_path), *flags])
+    monkeypatch.setattr(
+        sys, "argv", ["sharded_cifar.py", "--cpu", "--output-dir", str(tmp_path), *flags]
+    )
     monkeypatch.setattr(recipe.os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="2"):
         recipe.main()
@@ -448,5 +611,7 @@ def test_units_are_the_elements_of_lists_and_nothing_inside_them():
     resnet, vit = torchvision.models.resnet50(), torchvision.models.vit_b_16()
     assert [len(recipe.shard_units(model)) for model in (resnet, vit)] == [3 + 4 + 6 + 3, 12 + 1]
     assert {type(unit).__name__ for unit in recipe.shard_units(resnet)} == {"Bottleneck"}
-    nested = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()]), "b": nn.Linear(1, 1)})
+    nested = nn.ModuleDict(
+        {"a": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()]), "b": nn.Linear(1, 1)}
+    )
     assert recipe.shard_units(nested) == [nested["a"][0][0]]

@@ -1,7 +1,7 @@
-"""submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that dies.
+"""submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that
+dies.
 
-The tests marked `at_once` run side by side, each on nodes of its own.
-"""
+The tests marked `at_once` run side by side, each on nodes of its own."""
 
 import contextlib
 import json
@@ -21,7 +21,8 @@ from slurm_cluster import MISSING, Cluster
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        bool(MISSING), reason=f"Slurm is not installed: no {', '.join(MISSING)} (Debian: slurm-wlm, munge)"
+        bool(MISSING),
+        reason=f"Slurm is not installed: no {', '.join(MISSING)} (Debian: slurm-wlm, munge)",
     ),
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of a Slurm on one machine need root"),
 ]
@@ -44,7 +45,8 @@ def slurm(tmp_path_factory):
 
 
 class Job:
-    """A job submitted in a directory of its own, which looks like this repository. The recipe is a path or code."""
+    """A job submitted in a directory of its own, which looks like this repository. The recipe is a
+    path or code."""
 
     def __init__(self, cluster, directory, *options, recipe, flags=()):
         self.cluster, self.directory = cluster, directory
@@ -87,10 +89,22 @@ class Job:
 
 class Training(Job):
     def __init__(self, cluster, directory, *options, flags=()):
-        defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--batch-size", 32, "--log-every", 1]
+        defaults = [
+            "--data",
+            "synthetic",
+            "--model",
+            "simple_cnn",
+            "--cpu",
+            "--batch-size",
+            32,
+            "--log-every",
+            1,
+        ]
         defaults += ["--lr", 0.02]
         defaults += ["--max-steps", STEPS, "--checkpoint-every", 10, "--keep", 4]
-        super().__init__(cluster, directory, *options, recipe="recipes/ddp_cifar.py", flags=[*defaults, *flags])
+        super().__init__(
+            cluster, directory, *options, recipe="recipes/ddp_cifar.py", flags=[*defaults, *flags]
+        )
 
     def until_step(self, step):
         self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
@@ -100,7 +114,8 @@ class Training(Job):
         self.wait(lambda: len(self.processes()) >= 3, "ranks")
 
     def until_back_in_the_queue(self, restarts):
-        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have sooner."""
+        """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have
+        sooner."""
         self.until("PENDING")
         assert self.show("Restarts") == str(restarts)
         assert self.processes() == []
@@ -109,7 +124,10 @@ class Training(Job):
     def steps(self):
         """The steps that each start of this job has logged."""
         starts = self.log().split(f"job {self.id}: recipes/")[1:]
-        return [[int(step) for step in re.findall(r"^step (\d+)/", start, re.MULTILINE)] for start in starts]
+        return [
+            [int(step) for step in re.findall(r"^step (\d+)/", start, re.MULTILINE)]
+            for start in starts
+        ]
 
     def checkpoints(self):
         return sorted(int(path.stem[5:]) for path in self.results.glob("step-*.pt"))
@@ -129,26 +147,42 @@ class Training(Job):
     def processes(self):
         """The launchers and ranks of this job."""
         pattern = f"^[^ ]*python.* runs/slurm-{self.id} "
-        return subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
+        return subprocess.run(
+            ["pgrep", "-f", pattern], capture_output=True, text=True
+        ).stdout.split()
 
 
 @pytest.fixture(scope="module")
 def two_nodes(slurm, tmp_path_factory):
     """Nothing happens to this one, but for the other on its first node."""
-    return Training(slurm, tmp_path_factory.mktemp("two"), *PART_OF_A_NODE, *TWO_NODES, "--nodelist=n[1-2]")
+    return Training(
+        slurm, tmp_path_factory.mktemp("two"), *PART_OF_A_NODE, *TWO_NODES, "--nodelist=n[1-2]"
+    )
 
 
 @pytest.fixture(scope="module")
 def one_node(slurm, tmp_path_factory):
-    return Training(slurm, tmp_path_factory.mktemp("one"), *PART_OF_A_NODE, *TWO_ON_ONE, "--nodelist=n1")
+    return Training(
+        slurm, tmp_path_factory.mktemp("one"), *PART_OF_A_NODE, *TWO_ON_ONE, "--nodelist=n1"
+    )
 
 
 @at_once
-def test_preempted_and_then_bereft_of_a_node_it_ends_like_the_undisturbed(directory, slurm, two_nodes):
+def test_preempted_and_then_bereft_of_a_node_it_ends_like_the_undisturbed(
+    directory, slurm, two_nodes
+):
     job = Training(slurm, directory, *TWO_NODES)
     job.until_step(5)
     first = f"--nodelist={job.nodes()[0]}"
-    urgent = slurm.run("sbatch", "--parsable", "--partition=high", first, "--exclusive", "--wrap=true", cwd=directory)
+    urgent = slurm.run(
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        first,
+        "--exclusive",
+        "--wrap=true",
+        cwd=directory,
+    )
     job.until_back_in_the_queue(restarts=1)
     assert "which is saved" in job.log()
     job.until("RUNNING")
@@ -156,8 +190,12 @@ def test_preempted_and_then_bereft_of_a_node_it_ends_like_the_undisturbed(direct
     job.wait(lambda: job.steps()[1:] not in ([], [[]]), "step after the restart")
     slurm.kill_node(second)  # well before the last step
     job.wait(lambda: job.processes() == [], "end of the processes on the other node")
-    assert job.show("JobState") == "RUNNING", f"Slurm has not missed the node yet\n{job.log()[-3000:]}"
-    assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", urgent.strip()), "it had to go first"
+    assert job.show("JobState") == "RUNNING", (
+        f"Slurm has not missed the node yet\n{job.log()[-3000:]}"
+    )
+    assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", urgent.strip()), (
+        "it had to go first"
+    )
     slurm.miss_node(second)
     job.until_back_in_the_queue(restarts=2)
     assert job.ended_like(two_nodes)
@@ -167,7 +205,9 @@ def test_preempted_and_then_bereft_of_a_node_it_ends_like_the_undisturbed(direct
 
 
 @at_once
-def test_it_goes_on_from_its_own_newest_checkpoint_or_else_from_the_one_named(directory, slurm, one_node):
+def test_it_goes_on_from_its_own_newest_checkpoint_or_else_from_the_one_named(
+    directory, slurm, one_node
+):
     """Killed before it has saved anything; then warned in mid-run."""
     path = one_node.results / "step-00000010.pt"
     one_node.wait(path.exists, path)
@@ -210,7 +250,9 @@ def test_a_job_that_fails_has_failed(directory, slurm):
 
 def on_gpu_node(slurm, directory, *options):
     """What the ranks of such a job see, and the memory that it has."""
-    variables = 'get("RANK", "0"), "of", get("WORLD_SIZE", "1"), get("CUDA_VISIBLE_DEVICES", "none")'
+    variables = (
+        'get("RANK", "0"), "of", get("WORLD_SIZE", "1"), get("CUDA_VISIBLE_DEVICES", "none")'
+    )
     # One write, or the lines of two ranks may come interleaved.
     recipe = f"import os; get = os.environ.get; os.write(1, ' '.join(['rank', {variables}, '\\n']).encode())"
     job = Job(slurm, directory, "--partition=gpu", *options, recipe=recipe)
@@ -239,7 +281,9 @@ def test_a_job_can_take_a_part_of_a_node(directory, slurm):
 
 @at_once
 def test_another_slurm_on_this_machine_is_no_matter(directory, slurm):
-    with mock.patch.dict(os.environ, SLURM_CONF="/nowhere", SLURM_JOB_ID="1", SLURM_PARTITION="none"):
+    with mock.patch.dict(
+        os.environ, SLURM_CONF="/nowhere", SLURM_JOB_ID="1", SLURM_PARTITION="none"
+    ):
         cluster = Cluster(directory / "slurm")
     try:
         cluster.start()
@@ -253,7 +297,10 @@ def test_two_jobs_side_by_side_on_two_nodes_and_on_one_train_the_same(slurm, two
         job.until_complete()
         assert (job.summary()["world_size"], job.summary()["steps"]) == (2, STEPS)
         assert job.show("BatchHost") == "n1"
-    started, ended = zip(*[(job.show("StartTime"), job.show("EndTime")) for job in (two_nodes, one_node)], strict=True)
+    started, ended = zip(
+        *[(job.show("StartTime"), job.show("EndTime")) for job in (two_nodes, one_node)],
+        strict=True,
+    )
     assert max(started) < min(ended)
     theirs = one_node.weights()
     for name, value in two_nodes.weights().items():
@@ -271,5 +318,7 @@ def test_one_readable_log_and_the_other_nodes_apart(two_nodes):
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_the_script_is_clean():
-    checked = subprocess.run(["shellcheck", ROOT / "recipes/submit_job.sh"], capture_output=True, text=True)
+    checked = subprocess.run(
+        ["shellcheck", ROOT / "recipes/submit_job.sh"], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout

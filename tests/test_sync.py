@@ -1,73 +1,145 @@
-"""The blocks that recipes share have not drifted from the reference, and as many were compared as there should be."""
+"""The recipes' machinery is one text, and what they do alike is written alike; `make sync` copies
+it, and overwrites nothing that was edited elsewhere."""
 
+import ast
 import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
-from sync import others, shared, unmet
+from sync import COPIES, REFERENCE, machinery
 
-SHARED_BLOCKS = {
-    "amp_cifar": 30,
-    "data_parallel_cifar": 30,
-    "pipeline_cifar": 28,
-    "plain_ddp_cifar": 1,
-    "sharded_cifar": 29,
+RECIPES = ROOT / "recipes"
+# What a recipe has in parts 1 and 3 under the reference's name, but does otherwise.
+OWN = {
+    "amp_cifar": {"add_flags", "make_optimizer", "main"},
+    "data_parallel_cifar": {"add_flags", "main"},
+    "pipeline_cifar": {"add_flags", "compute_loss", "train_step", "evaluate", "main"},
+    "sharded_cifar": {
+        "add_flags",
+        "make_optimizer",
+        "train_step",
+        "main",
+        "send_buffers_if_needed",
+    },
+}
+# What it does not have.
+WITHOUT = {
+    "amp_cifar": set(),
+    "data_parallel_cifar": {"send_buffers_if_needed", "rebuild_ddp_buckets"},
+    "pipeline_cifar": {"send_buffers_if_needed", "rebuild_ddp_buckets"},
+    "sharded_cifar": {"rebuild_ddp_buckets"},
 }
 
 
-def test_every_recipe_is_counted():
-    assert {path.stem for path in others()} == SHARED_BLOCKS.keys()
+def by_recipe(path):
+    return path.stem
 
 
-@pytest.mark.parametrize("path", others(), ids=lambda path: path.stem)
-def test_shared_blocks_are_the_references_text(path):
-    compared = shared(path)
-    drifted = [name for name, mine, theirs in compared if mine != theirs]
-    assert not drifted, f"{path.name} has drifted from ddp_cifar.py: run `make sync`"
-    assert len(compared) == SHARED_BLOCKS[path.stem]
-    assert unmet(path) == []
+def definitions(path):
+    """Return {name: text} of the functions and classes in parts 1 and 3."""
+    text = path.read_text()
+    first = text[: text.index(machinery(path))].count("\n")
+    last = first + machinery(path).count("\n")
+    return {
+        node.name: ast.get_source_segment(text, node)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not first < node.lineno <= last
+    }
+
+
+def test_every_recipe_is_compared():
+    """All that stand in recipes/, but for the baseline, which has no machinery."""
+    compared = {path.stem for path in (REFERENCE, *COPIES)}
+    assert compared | {"plain_ddp_cifar"} == {path.stem for path in RECIPES.glob("*.py")}
+    assert compared == OWN.keys() | {"ddp_cifar"} and WITHOUT.keys() == OWN.keys()
+
+
+def test_the_machinery_is_the_whole_of_it():
+    """What is compared is not next to nothing: all rooms, and the classes that are in them."""
+    block = machinery(REFERENCE)
+    assert block.count("\n# -----") == 6
+    names = {node.name for node in ast.parse(block).body if hasattr(node, "name")}
+    classes = {"Metrics", "Steps", "Checkpoints", "StopSignal", "HangDetector", "ImageTensors"}
+    assert classes | {"parse_args", "exit_with_error", "check_launcher"} <= names
+    assert not names & definitions(REFERENCE).keys()
+
+
+@pytest.mark.parametrize("path", COPIES, ids=by_recipe)
+def test_the_machinery_is_the_references_text(path):
+    same = machinery(path) == machinery(REFERENCE)
+    assert same, f"{path.name} has drifted from {REFERENCE.name}: run `make sync`"
+
+
+@pytest.mark.parametrize("path", COPIES, ids=by_recipe)
+def test_the_story_is_the_references_but_for_what_is_named_here(path):
+    reference = definitions(REFERENCE)
+    mine = definitions(path)
+    assert {"load_data", "build_model", "lr_lambda", "evaluate", "main"} <= reference.keys()
+    differing = {name for name in reference if name in mine and mine[name] != reference[name]}
+    assert differing == OWN[path.stem]
+    assert reference.keys() - mine.keys() == WITHOUT[path.stem]
+
+
+def test_the_references_story_is_a_page():
+    banner = REFERENCE.read_text().index("# =====")
+    assert REFERENCE.read_text()[:banner].count("\n") < 240
 
 
 @pytest.fixture
 def project(tmp_path):
-    """The recipes under git, and `make sync` on them: what it prints, its complaint, and the changed files."""
-    for name in ("recipes", "tests"):
-        (tmp_path / name).mkdir()
-    for name in ("recipes/ddp_cifar.py", "recipes/amp_cifar.py", "recipes/sharded_cifar.py", "tests/sync.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    """The recipes, and `make sync` on them after an edit: the process, and {name: text}."""
+    shutil.copytree(RECIPES, tmp_path / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests/sync.py", tmp_path / "tests")
+    for path in COPIES:  # also where the recipes have drifted
+        text = path.read_text().replace(machinery(path), machinery(REFERENCE))
+        (tmp_path / "recipes" / path.name).write_text(text)
 
     def sync(edited, old, new):
         path = tmp_path / "recipes" / edited
-        assert old in path.read_text()
+        assert path.read_text().count(old) == 1
         path.write_text(path.read_text().replace(old, new))
-        process = subprocess.run([sys.executable, tmp_path / "tests/sync.py"], capture_output=True, text=True)
-        return process, [(tmp_path / "recipes" / name).read_text() for name in ("ddp_cifar.py", "amp_cifar.py")]
+        edited_texts = texts()
+        command = [sys.executable, tmp_path / "tests/sync.py"]
+        process = subprocess.run(command, capture_output=True, text=True)
+        return process, edited_texts, texts()
+
+    def texts():
+        return {path.stem: path.read_text() for path in (tmp_path / "recipes").glob("*_cifar.py")}
 
     return sync
 
 
 def test_make_sync_copies_a_change_of_the_reference(project):
-    process, (reference, copy) = project("ddp_cifar.py", "mul_(48)", "mul_(47)")
-    updated = "updated recipes/amp_cifar.py\nupdated recipes/sharded_cifar.py\n"
-    assert (process.returncode, process.stdout) == (0, updated)
-    assert "mul_(47)" in reference and "mul_(47)" in copy
-    process, (reference, copy) = project("ddp_cifar.py", "mul_(47)", "mul_(46)")
-    assert (process.returncode, process.stdout) == (0, updated), "again, without a commit in between"
-    assert "mul_(46)" in reference and "mul_(46)" in copy
+    for old, new in (("mul_(48)", "mul_(47)"), ("mul_(47)", "mul_(46)")):
+        process, before, after = project("ddp_cifar.py", old, new)
+        updated = "".join(f"updated recipes/{path.name}\n" for path in COPIES)
+        assert (process.returncode, process.stdout) == (0, updated), process.stderr
+        for path in COPIES:
+            assert after[path.stem] == before[path.stem].replace(old, new)
+        assert after["plain_ddp_cifar"] == before["plain_ddp_cifar"]
+
+
+def test_make_sync_does_nothing_where_nothing_has_drifted(project):
+    process, before, after = project("ddp_cifar.py", "Train ResNet-50", "Train a ResNet-50")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+    assert before == after
 
 
 def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project):
-    process, (reference, copy) = project("amp_cifar.py", "mul_(48)", "mul_(47)")
-    assert process.returncode == 1 and "amp_cifar.py: synthetic_images was edited here" in process.stderr
-    assert "mul_(47)" in copy and "mul_(48)" in reference
+    process, before, after = project("amp_cifar.py", "mul_(48)", "mul_(47)")
+    assert process.returncode == 1 and before == after
+    assert "amp_cifar.py: its machinery was edited" in process.stderr
 
 
-def test_make_sync_names_a_missing_import(project):
-    process, _ = project("amp_cifar.py", "from itertools import islice\n", "")
-    assert process.stdout == "amp_cifar.py: islice is missing, or another than the shared blocks need\n"
+@pytest.mark.parametrize("recipe", ["ddp_cifar.py", "sharded_cifar.py"])
+@pytest.mark.parametrize("banner", ["machinery: the same text", "this recipe's own"])
+def test_make_sync_refuses_a_recipe_without_a_banner(project, recipe, banner):
+    text = (RECIPES / recipe).read_text()
+    (line,) = [x for x in text.splitlines() if x.startswith("# =====") and banner in x]
+    process, before, after = project(recipe, f"{line}\n", "")
+    assert process.returncode == 1 and before == after
+    expected = f"ValueError: {recipe}: expected the banners of part 2 and of part 3"
+    assert expected in process.stderr

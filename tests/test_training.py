@@ -8,10 +8,20 @@ import accelerate
 import pytest
 import torch
 import torchvision
-from conftest import HAS_REAL_DATA, REAL_DATA, answers, control_characters, load, needs_real_data, train_forked
+from conftest import (
+    HAS_REAL_DATA,
+    REAL_DATA,
+    answers,
+    control_characters,
+    load,
+    needs_real_data,
+    train_forked,
+)
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py")
+WHERE_TIME_GOES = ["grad_norm", "data_wait", "slowest_data_wait", "slowest_data_rank"]
+WHERE_TIME_GOES += ["peak_memory_gib"]
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -19,25 +29,30 @@ def test_resnet50_applies_the_mean_gradient_of_all_microbatches_of_all_ranks(pro
     gradient = answers("ddp_gradient", [processes], tmp_path)[processes]
     assert gradient["largest"] > 0.01
     assert gradient["deviation"] < 1e-10
+    told, expected = gradient["norm"]
+    assert told == pytest.approx(expected, rel=1e-9)
 
 
 def test_clipping_is_to_the_norm_of_the_whole_steps_gradient(tmp_path):
-    """One step at a learning rate of 1: the update is 1.9 times the clipped gradient (Nesterov momentum) and weight
-    decay. What is clipped is the mean over processes, microbatches and stages, here of the same 128 samples."""
-    flags = ["--max-steps", 1, "--lr", 1, "--batch-size"]
+    """One step at a learning rate of 1: the update is 1.9 times the clipped gradient (Nesterov
+    momentum) and weight decay. What is clipped is the mean over processes, microbatches and stages,
+    here of the same 128 samples."""
+    flags = ["--max-steps", 1, "--lr", 1, "--global-batch-size", 128, "--batch-size"]
     clipped = ["--clip-norm", 0.01]
     runs = [
         (1, "ddp_cifar", [*flags, 128]),
-        (2, "ddp_cifar", [*flags, 32, *clipped, "--accumulation-steps", 2]),
-        (1, "data_parallel_cifar", [*flags, 64, *clipped, "--accumulation-steps", 2]),
+        (2, "ddp_cifar", [*flags, 32, *clipped]),
+        (1, "data_parallel_cifar", [*flags, 64, *clipped]),
         (2, "amp_cifar", [*flags, 64, *clipped, "--precision", "fp32"]),
         (2, "pipeline_cifar", [*flags, 128, *clipped]),
     ]
     torch.manual_seed(0)
     initial = recipe.build_model(SimpleNamespace(model="simple_cnn")).state_dict()
     gradients = []
+    norms = []
     for result in train_forked(tmp_path, *runs):
         assert result.summary["global_batch_size"] == 128
+        norms.append(result.train[0]["grad_norm"])
         updated = load_file(result.weights)
         parts = [(initial[name] - updated[name]) / 1.9 - 5e-4 * initial[name] for name in initial]
         gradients.append(torch.cat([part.flatten() for part in parts]))
@@ -46,6 +61,7 @@ def test_clipping_is_to_the_norm_of_the_whole_steps_gradient(tmp_path):
     for gradient, (_, name, _) in zip(clipped, runs[1:], strict=True):
         assert gradient.norm().item() == pytest.approx(0.01, rel=1e-3), name
         assert torch.nn.functional.cosine_similarity(gradient, whole, dim=0) > 0.9999, name
+    assert norms == pytest.approx([whole.norm().item()] * len(runs), rel=1e-3), "before clipping"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -56,20 +72,14 @@ def test_evaluation_counts_each_sample_once_by_its_weight(processes, tmp_path):
         assert told == pytest.approx(direct, abs=1e-6), f"{size} samples"
 
 
-def test_the_loss_that_is_minimised_is_the_mean_by_weight():
+def test_the_metrics_that_are_reported_are_means_by_weight():
     loss, weight = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1, 1, 2])
-    assert recipe.mean_loss({"loss": loss}) == 3
-    assert recipe.mean_loss({"loss": loss, "weight": weight}) == 15 / 4
-    rows = recipe.sample_rows({"loss": loss, "weight": weight, "hit": loss > 1})
-    assert recipe.means(["loss", "weight", "hit"], rows.sum(0).tolist()) == {"loss": 15 / 4, "hit": 3 / 4}
-
-
-def test_a_training_set_smaller_than_a_window_is_weighted_right(tmp_path):
-    """640 samples in microbatches of 256 are 2 of the 4 that were asked for: one step an epoch, on their mean."""
-    flags = ["--batch-size", 256, "--epochs", 1, "--accumulation-steps"]
-    partial, full = train_forked(tmp_path, (1, "ddp_cifar", [*flags, 4]), (1, "ddp_cifar", [*flags, 2]))
-    assert partial.summary["steps"] == 1 and partial.summary["global_batch_size"] == 512
-    torch.testing.assert_close(load_file(partial.weights), load_file(full.weights), rtol=0, atol=0)
+    metrics = {"loss": loss, "weight": weight, "hit": loss > 1}
+    sums = recipe.sample_rows(metrics).sum(0)
+    assert recipe.means(metrics, sums) == ({"loss": 15 / 4, "hit": 3 / 4}, 3)
+    del metrics["weight"]
+    sums = recipe.sample_rows(metrics).sum(0)
+    assert recipe.means(metrics, sums) == ({"loss": 3, "hit": pytest.approx(2 / 3)}, 3)
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 5, 6, 100])
@@ -78,12 +88,15 @@ def test_the_schedule_is_defined_everywhere_and_ends_near_zero(total_steps):
     assert all(0 < factor <= 1 for factor in factors[:-1])
     assert max(factors) == 1 and factors[-1] == 0
     if total_steps == 100:
-        assert factors[19] == 1 and factors[:20] == sorted(factors[:20]) and factors[19:] == sorted(factors[19:])[::-1]
+        assert factors[19] == 1
+        assert factors[:20] == sorted(factors[:20])
+        assert factors[19:] == sorted(factors[19:])[::-1]
 
 
 @pytest.fixture(scope="module")
 def resnet_run(tmp_path_factory):
-    flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 16, "--max-steps", 6, "--log-every", 2]
+    flags = ["--model", "resnet50", "--stem", "imagenet"]
+    flags += ["--batch-size", 16, "--max-steps", 6, "--log-every", 2]
     (result,) = train_forked(tmp_path_factory.mktemp("resnet"), (2, "ddp_cifar", flags), together=1)
     return result
 
@@ -105,27 +118,47 @@ def test_weights_load_in_a_plain_torchvision_model(resnet_run):
 
 def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     summary = resnet_run.summary
-    assert summary["recipe"] == "ddp_cifar" and summary["device"] == "cpu" and summary["precision"] == "fp32"
-    assert (summary["model"], summary["stem"], summary["data"]) == ("resnet50", "imagenet", "synthetic")
-    assert (summary["world_size"], summary["global_batch_size"]) == (2, 32)
-    assert (summary["epochs"], summary["steps"], summary["steps_per_epoch"], summary["seed"]) == (2, 6, 20, 0)
-    assert summary["peak_learning_rate"] == 0.025 and summary["resumed_from"] == 0
-    versions = {package.__name__: package.__version__ for package in (torch, torchvision, accelerate)}
-    assert summary["versions"] == versions
-    assert summary["train_loss"] == resnet_run.train[-1]["loss"]
-    assert len(summary["rank_peak_memory_bytes"]) == 2
-    assert 100 * 2**20 < summary["peak_memory_bytes"] == max(summary["rank_peak_memory_bytes"]) < 100 * 2**30
+    expected = {
+        "recipe": "ddp_cifar",
+        "model": "resnet50",
+        "stem": "imagenet",
+        "data": "synthetic",
+        "device": "cpu",
+        "precision": "fp32",
+        "world_size": 2,
+        "batch_size": 16,
+        "global_batch_size": 32,
+        "accumulation": 1,
+        "epochs": 2,
+        "steps": 6,
+        "steps_per_epoch": 20,
+        "seed": 0,
+        "peak_learning_rate": 0.025,
+        "resumed_from": 0,
+        "versions": {x.__name__: x.__version__ for x in (torch, torchvision, accelerate)},
+        "train_loss": resnet_run.train[-1]["loss"],
+    }
+    assert {name: summary[name] for name in expected} == expected
+    peaks = summary["rank_peak_memory_bytes"]
+    assert len(peaks) == 2 and summary["peak_memory_bytes"] == max(peaks)
+    assert 100 * 2**20 < max(peaks) < 100 * 2**30
     assert summary["seconds"] > summary["measured_seconds"] > 0
     # The first two of six steps are warm-up.
     assert summary["measured_samples"] == 4 * 32
     assert summary["samples_per_second"] == pytest.approx(4 * 32 / summary["measured_seconds"])
 
     assert [line["step"] for line in resnet_run.train] == [2, 4, 6]
-    keys = {"event", "epoch", "step", "time", "loss", "accuracy", "learning_rate", "samples_per_second"}
-    assert all(line.keys() == keys for line in resnet_run.train)
+    head = {"event", "epoch", "step", "time"}
+    keys = {"loss", "accuracy", "learning_rate", "samples_per_second", *WHERE_TIME_GOES}
+    assert all(line.keys() == head | keys for line in resnet_run.train)
     assert [line["samples_per_second"] is None for line in resnet_run.train] == [True, False, False]
+    for line in resnet_run.train:
+        assert line["grad_norm"] > 0
+        assert 0 < line["data_wait"] <= line["slowest_data_wait"] < 1
+        assert line["slowest_data_rank"] in (0, 1)
+        assert 0.1 < line["peak_memory_gib"] <= max(peaks) / 2**30 + 0.001
     (evaluation,) = resnet_run.evaluations
-    assert evaluation.keys() == {"event", "epoch", "step", "time", "test_loss", "test_accuracy", "samples"}
+    assert evaluation.keys() == head | {"test_loss", "test_accuracy", "samples"}
     assert evaluation["test_accuracy"] == summary["test_accuracy"] and evaluation["samples"] == 128
     times = [line["time"] for line in (*resnet_run.train, evaluation)]
     assert times == sorted(times) and 0 < time.time() - times[0] < 86400
@@ -135,51 +168,72 @@ def test_a_file_gets_plain_lines_from_the_main_process_only(resnet_run):
     assert control_characters(resnet_run.output) == []
     shown = [line for line in resnet_run.output.splitlines() if line.startswith("step ")]
     line = resnet_run.train[1]
-    expected = f"loss {line['loss']:,.4g} accuracy {line['accuracy']:,.4g} learning_rate {line['learning_rate']:,.4g} "
-    assert shown[1] == f"step 4/6 epoch 1 {expected}samples_per_second {line['samples_per_second']:,.4g}"
-    assert [line.split()[1] for line in shown] == ["2/6", "4/6", "6/6", "6/6"] and "test_accuracy" in shown[3]
-    facts = ("global_batch_size: 32", "world_size: 2", " steps: 6", "peak_learning_rate: 0.025", " samples: 128")
-    for fact in (*facts, torch.__version__):
+    names = ["loss", "accuracy", "learning_rate", "grad_norm", "samples_per_second", "data_wait"]
+    names += ["slowest_data_wait", "slowest_data_rank", "peak_memory_gib"]
+    values = " ".join(f"{name} {line[name]:,.4g}" for name in names)
+    assert shown[1] == f"step 4/6 epoch 1 {values}"
+    assert [line.split()[1] for line in shown] == ["2/6", "4/6", "6/6", "6/6"]
+    assert "test_accuracy" in shown[3]
+    facts = ["global_batch_size: 32", "world_size: 2", " steps: 6", "peak_learning_rate: 0.025"]
+    for fact in (*facts, " samples: 128", torch.__version__):
         assert len(re.findall(re.escape(fact) + r"\b", resnet_run.output)) == 1, resnet_run.output
 
 
-def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_plain_lines(tmp_path):
-    kinds = {
-        "colours": {"TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": ""},
-        "none": {"TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": "1"},
-        "dumb": {"TERM": "dumb"},
-    }
+def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_plain_lines(
+    tmp_path,
+):
+    flags = ["--max-steps", 4, "--log-every", 2, "--batch-size", 64]
+    terminal = {"TERM": "xterm-256color", "COLUMNS": "80"}
     runs = [
-        (processes, recipe, ["--max-steps", 4, "--log-every", 2, "--batch-size", 64], {"terminal": True, "env": env})
-        for processes, recipe, env in zip((2, 1, 1), ("amp_cifar", *["ddp_cifar"] * 2), kinds.values(), strict=True)
+        (2, "amp_cifar", flags, {"terminal": True, "env": {**terminal, "NO_COLOR": ""}}),
+        (1, "ddp_cifar", flags, {"terminal": True, "env": {**terminal, "NO_COLOR": "1"}}),
+        (1, "ddp_cifar", flags, {"terminal": True, "env": {"TERM": "dumb"}}),
     ]
-    colours, none, dumb = (result.output.replace("\r\n", "\n") for result in train_forked(tmp_path, *runs))
+    results = train_forked(tmp_path, *runs)
+    colours, none, dumb = (result.output.replace("\r\n", "\n") for result in results)
     for screen in (colours, none):
-        assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") == 1, "not one live display, from one process"
+        one_display = "not one live display, from one process"
+        assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") == 1, one_display
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
         assert re.search(r"steps ━+ 100% 0:00:00 4/4", text)
-        lines = re.split(r"[\r\n]+", text)
-        assert [line[:8] for line in lines if line.startswith("step ")] == ["step 2/4", "step 4/4", "step 4/4"]
+        lines = [x for x in re.split(r"[\r\n]+", text) if x.startswith("step ")]
+        assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4"]
     assert re.search(r"\x1b\[38;5;\d+m━", colours) and not re.search(r"\x1b\[[0-9;]*m", none)
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
 
 
 @pytest.fixture(scope="module")
 def long_runs(tmp_path_factory):
-    """Side by side, on one core each: the compiler works on one for longer than most of the others take together."""
+    """Side by side, on one core each: the compiler works on one for longer than most of the others
+    take together."""
     directory = tmp_path_factory.mktemp("long")
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    cache["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # trying each instruction set takes longer than compiling
-    short, real = ["--max-steps", 3, "--batch-size", 16], ["--data", "cifar10", "--data-dir", REAL_DATA]
-    without_dropout = {"plain": False, "dropout": 0}  # torch 2.11 does not compile the simple_cnn, an nn.Sequential
+    cache = {
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
+    }
+    short = ["--max-steps", 3, "--batch-size", 16]
+    real = ["--data", "cifar10", "--data-dir", REAL_DATA]
+    without_dropout = {
+        "plain": False,
+        "dropout": 0,
+    }  # torch 2.11 does not compile the simple_cnn, an nn.Sequential
     runs = {
-        "compiled": (1, "ddp_cifar", [*short, "--compile"], {**without_dropout, "env": cache, "patience": 400}),
+        "compiled": (
+            1,
+            "ddp_cifar",
+            [*short, "--compile"],
+            {**without_dropout, "env": cache, "patience": 400},
+        ),
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
         "eager": (1, "ddp_cifar", short, without_dropout),
     }
     if HAS_REAL_DATA:
         real += ["--batch-size", 32, "--max-steps", 60, "--lr", 0.4]
-        runs |= {"fp32": (1, "ddp_cifar", real), "bf16": (1, "amp_cifar", [*real, "--precision", "bf16"])}
+        runs |= {
+            "fp32": (1, "ddp_cifar", real),
+            "bf16": (1, "amp_cifar", [*real, "--precision", "bf16"]),
+        }
     return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
 
 

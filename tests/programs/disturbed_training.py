@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -76,9 +77,11 @@ def watch_batches(recipe, directory, when, what):
 
 
 def kill_while_saving(recipe, operation, moment):
-    """Before and after every operation on the disk: the n-th such moment of one kind is the
-    process's last."""
+    """Before and after every operation on the disk: the n-th such moment of one kind is the process's
+    last. With the operation "record", `moment` is a file: it gets the kinds of all moments until
+    the end of the first save."""
     moments = collections.Counter()
+    kinds = []
 
     def watched(function, name):
         def with_moments(*arguments, **options):
@@ -88,6 +91,7 @@ def kill_while_saving(recipe, operation, moment):
                 if name == operation and moments[name] == moment:
                     os.kill(os.getpid(), signal.SIGKILL)
                 moments[name] += 1
+                kinds.append(name)
             return result
 
         return with_moments
@@ -105,6 +109,15 @@ def kill_while_saving(recipe, operation, moment):
 
         def __exit__(self, *error):
             self.file.close()
+
+    def recorded_save(*arguments):
+        save(*arguments)
+        Path(moment).write_text("\n".join(kinds))
+        recipe.Checkpoints.save = save
+
+    if operation == "record":
+        save = recipe.Checkpoints.save
+        recipe.Checkpoints.save = recorded_save
 
     class WatchedPath(type(recipe.Path())):
         unlink = watched(type(recipe.Path()).unlink, "unlink")

@@ -1,12 +1,13 @@
 """Run by test_training.py: evaluate test sets of many sizes, most of which divide nothing.
 
-Writes {size: [what the recipe's `evaluate` says over all ranks, what one formula over all samples says]} to argv[1],
-with samples that count equally and with weights.
+Writes {size: [what the recipe's `evaluate` says over all ranks, what one formula over all samples
+says]} to argv[1], with samples that count equally and with weights.
 """
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 recipe = load("recipes/ddp_cifar.py")
+hang = SimpleNamespace(made_progress=lambda: None)
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
@@ -29,13 +31,21 @@ def weighted(model, batch):
 
 
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
-    inputs, labels = torch.randn(size, 5, generator=data), torch.randint(10, (size,), generator=data)
-    prepared, loader = accelerator.prepare(model, DataLoader(TensorDataset(inputs, labels), batch_size=4))
+    inputs = torch.randn(size, 5, generator=data)
+    labels = torch.randint(10, (size,), generator=data)
+    dataset = recipe.SeededSamples(TensorDataset(inputs, labels), 0)
+    prepared, loader = accelerator.prepare(model, DataLoader(dataset, batch_size=4))
     logits = model(inputs)
-    losses, hits, weight = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels, labels + 1.0
-    direct = {"test_loss": losses.mean().item(), "test_accuracy": hits.double().mean().item(), "samples": size}
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    hits = logits.argmax(1) == labels
+    weight = labels + 1.0
+    direct = {
+        "test_loss": losses.mean().item(),
+        "test_accuracy": hits.double().mean().item(),
+        "samples": size,
+    }
     recipe.compute_loss = unweighted
-    answers[size] = [recipe.evaluate(accelerator, prepared, loader), direct]
+    answers[size] = [recipe.evaluate(accelerator, prepared, loader, hang), direct]
     direct = {
         "test_loss": ((losses * weight).sum() / weight.sum()).item(),
         "test_accuracy": ((hits * weight).sum() / weight.sum()).item(),
@@ -43,7 +53,7 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         "samples": size,
     }
     recipe.compute_loss = weighted
-    answers[f"{size} weighted"] = [recipe.evaluate(accelerator, prepared, loader), direct]
+    answers[f"{size} weighted"] = [recipe.evaluate(accelerator, prepared, loader, hang), direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared

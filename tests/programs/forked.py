@@ -25,7 +25,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def work(run, rank, port, request, cores):
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # which a recipe replaces
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if code else 0)

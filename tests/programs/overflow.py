@@ -1,7 +1,9 @@
-"""Run by test_amp.py: an overflow in the scaled gradients, and clipping, in the recipe's own training step.
+"""Run by test_amp.py: an overflow in the scaled gradients, and clipping, in the recipe's own
+training step.
 
-The Accelerator gets a GradScaler that works on CPU. Step 2 of 4 has an infinite gradient. Writes for each step the loss
-scale, whether it was skipped, the learning rate, and the norm of the update; and the update's norm when clipped.
+The Accelerator gets a GradScaler that works on CPU. Step 2 of 4 has an infinite gradient. Writes
+for each step the loss scale, whether it was skipped, the learning rate, and the norm of the update;
+and the update's norm when clipped.
 """
 
 import json
@@ -35,7 +37,8 @@ for step in range(4):
     if step == 2:
         handle = model.weight.register_hook(lambda gradient: gradient * torch.inf)
     before = model.weight.detach().clone()
-    recipe.train_step(accelerator, model, optimizer, scheduler, (images, labels), None)
+    batches = iter([(images, labels)])
+    recipe.train_step(accelerator, model, optimizer, scheduler, batches, (0, step), None)
     if step == 2:
         handle.remove()
     steps.append(
@@ -52,7 +55,11 @@ norms = {}
 for clip_norm in (None, 0.01):
     model, optimizer, scheduler = setup()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    recipe.train_step(accelerator, model, optimizer, scheduler, (images, labels), clip_norm)
+    batches = iter([(images, labels)])
+    _, told = recipe.train_step(
+        accelerator, model, optimizer, scheduler, batches, (0, 1), clip_norm
+    )
     moved = [new - old for new, old in zip(model.parameters(), before, strict=True)]
     norms[str(clip_norm)] = torch.cat([part.flatten() for part in moved]).norm().item()
+norms["told"] = told.item()
 Path(sys.argv[1]).write_text(json.dumps({"steps": steps, "norms": norms}))

@@ -1,11 +1,14 @@
-"""Run by test_sharded.py, as processes of forked.py: sharded_gradient.py ANSWER.json REPLICAS CHECKPOINTING COMPARED
+"""Run by test_sharded.py, as processes of forked.py:
 
-One step of ResNet-50 in float64, sharded by the recipe's functions, and in the main process the same step of the whole
-model, over the same samples divided in the same way: BatchNorm normalises over a process's batch. Where the gradients
-are not compared, in float32, of which half as much goes through the sockets.
-Writes the largest deviation of a gradient, the largest gradient, how many bytes each process holds of parameters,
-gradients and momentum, how many the whole model has, how many the parameters of the largest unit and of what is in
-none, and the most that were whole at a time.
+    sharded_gradient.py ANSWER.json REPLICAS CHECKPOINTING COMPARED
+
+One step of ResNet-50 in float64, sharded by the recipe's functions, and in the main process the
+same step of the whole model, over the same samples divided in the same way: BatchNorm normalises
+over a process's batch. Where the gradients are not compared, in float32, of which half as much goes
+through the sockets.
+Writes the largest deviation of a gradient, the largest gradient, how many bytes each process holds
+of parameters, gradients and momentum, how many the whole model has, how many the parameters of the
+largest unit and of what is in none, and the most that were whole at a time.
 """
 
 import json
@@ -21,12 +24,19 @@ from torch.distributed.tensor import DTensor
 BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1 and -1 of them
 
 recipe = load("recipes/sharded_cifar.py")
-path, replicas, checkpointing, compared = sys.argv[1], int(sys.argv[2]), *(word == "True" for word in sys.argv[3:])
+path, replicas = sys.argv[1], int(sys.argv[2])
+checkpointing, compared = (word == "True" for word in sys.argv[3:])
 dtype = torch.float64 if compared else torch.float32
 accelerator = Accelerator(cpu=True)
 args = SimpleNamespace(
-    model="resnet50", stem="imagenet", replicas=replicas, activation_checkpointing=checkpointing, cpu_offload=False
+    model="resnet50",
+    stem="imagenet",
+    precision="fp32",
+    replicas=replicas,
+    activation_checkpointing=checkpointing,
+    cpu_offload=False,
 )
+accelerator.cpu_group = None
 mesh = recipe.make_mesh(accelerator, args)
 
 
@@ -40,7 +50,7 @@ with torch.device("meta"):
     model = recipe.build_model(args).to(dtype)
 units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(model)]
 unit, root = max(units), sum(size(p) for p in model.parameters()) - sum(units)
-recipe.shard(model, args, mesh, bf16=False)
+recipe.shard(model, args, mesh)
 recipe.send_weights(whole, model, accelerator, mesh, offload=False)
 gathered = []
 
@@ -66,22 +76,27 @@ def make_optimizer(model):
 
 
 optimizer = make_optimizer(model)
-shards = recipe.Shards(model, optimizer, accelerator.device)
-accelerator.backward(recipe.mean_loss(recipe.compute_loss(model, batches[accelerator.process_index])))
+mine = recipe.held_after_first_step(model, optimizer)
+accelerator.backward(
+    recipe.mean_loss(recipe.compute_loss(model, batches[accelerator.process_index]))
+)
 gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()} if compared else {}
 optimizer.step()
-held = utils.gather_object([sum(shards.held.values())])
+held = utils.gather_object([sum(mine.values())])
 if accelerator.is_main_process:
     for batch in batches if compared else batches[:1]:  # one is enough for what the model holds
         (recipe.mean_loss(recipe.compute_loss(whole, batch)) / len(batches)).backward()
-    reference = recipe.Shards(whole, whole_optimizer := make_optimizer(whole), "cpu")
+    whole_optimizer = make_optimizer(whole)
+    everything = recipe.held_after_first_step(whole, whole_optimizer)
     expected = {name: p.grad.clone() for name, p in whole.named_parameters() if name in gradients}
     whole_optimizer.step()
-    answer = {"held": held, "whole": sum(reference.held.values()), "unit": unit, "root": root}
+    answer = {"held": held, "whole": sum(everything.values()), "unit": unit, "root": root}
     answer["gathered"] = max(gathered)
     if compared:
-        answer["deviation"] = max((gradients[name] - value).abs().max().item() for name, value in expected.items())
+        answer["deviation"] = max(
+            (gradients[name] - value).abs().max().item() for name, value in expected.items()
+        )
         answer["largest"] = max(value.abs().max().item() for value in expected.values())
     Path(path).write_text(json.dumps(answer))
-model, optimizer, shards = accelerator.free_memory(model, optimizer, shards)
+model, optimizer = accelerator.free_memory(model, optimizer)
 accelerator.end_training()

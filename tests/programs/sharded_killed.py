@@ -1,6 +1,7 @@
-"""Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, as in disturbed_training.py, with
-`"kill": [RANK, MOMENT]`: what this process does to checkpoints on the disk for the MOMENT-th time is its last.
-It also says when another process begins to save before the main process has removed what an earlier save left."""
+"""Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, as in
+disturbed_training.py, with `"kill": [RANK, MOMENT]`: what this process does to checkpoints on the
+disk for the MOMENT-th time is its last. It also says when another process begins to save before the
+main process has removed what an earlier save left."""
 
 import json
 import os
@@ -25,7 +26,9 @@ def count():
 
 
 def audit(event, arguments):
-    if event in EVENTS and any(part in str(arguments[0]) for part in ("checkpoint.tmp", "step-")):
+    if event in EVENTS and any(
+        part in str(arguments[0]) for part in ("checkpoint.tmp", "deleted.tmp", "step-")
+    ):
         count()
 
 
@@ -38,14 +41,20 @@ def counted_fsync(descriptor, fsync=os.fsync):
 def watch_order(event, arguments):
     if event == "shutil.rmtree" and os.environ["RANK"] == "0":
         time.sleep(0.05)
-    elif event == "os.mkdir" and "checkpoint.tmp" in str(arguments[0]) and os.environ["RANK"] != "0" and rank == 0:
+    elif (
+        event == "os.mkdir"
+        and "checkpoint.tmp" in str(arguments[0])
+        and os.environ["RANK"] != "0"
+        and rank == 0
+    ):
         if files := [name for _, _, names in os.walk(arguments[0]) for name in names]:
             print("saved over the remains of another save:", *files)
 
 
-for checkpoint in Path(run["directory"]).glob("step-*"):
-    # This raises an error if it is not whole.
-    disturbed_training.load("recipes/sharded_cifar.py").ShardedRun.read(checkpoint)
+recipe = disturbed_training.load("recipes/sharded_cifar.py")
+checkpoints = recipe.ShardedCheckpoints.__new__(recipe.ShardedCheckpoints)
+for path in Path(run["directory"]).glob("step-*"):
+    checkpoints.read(path)  # raises an error if it is not whole
 sys.addaudithook(watch_order)
 if os.environ.get("RANK", "0") == str(rank):
     os.fsync = counted_fsync

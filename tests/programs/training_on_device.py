@@ -90,7 +90,14 @@ def prepare(recipe):
     if when == "compilation":
         from torch._dynamo.callback import on_compile_start
 
-        on_compile_start(interrupt(name))
+        train_step = recipe.train_step
+
+        def watched(*arguments):  # what compiled before, for an evaluation, is not meant
+            recipe.train_step = train_step
+            on_compile_start(interrupt(name))
+            return train_step(*arguments)
+
+        recipe.train_step = watched
     if when == "evaluation":
         once, evaluate = interrupt(name), recipe.evaluate
         recipe.evaluate = lambda *arguments: (once(), evaluate(*arguments))[1]

@@ -1,0 +1,188 @@
+"""Sequences that count by their tokens: the step is on the weighted mean over the global batch,
+however it is divided among processes and microbatches."""
+
+import re
+
+import pytest
+import torch
+from conftest import copy, forked, load, outputs
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+PROJECT = """
+LENGTHS = [2, 47, 5, 30, 11, 3, 19, 8]
+
+
+class Sequences(Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 20, (LENGTHS[index] + 1,), generator=generator)
+
+
+def load_data(args, accelerator):
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    options = {"batch_size": args.batch_size, "collate_fn": pad}
+    # Not shuffled: each process has always the same four sequences.
+    return DataLoader(Sequences(), drop_last=True, **options), DataLoader(Sequences(), **options)
+
+
+def build_model(args):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 20))
+
+
+def compute_loss(model, batch):
+    logits = model(batch[:, :-1]).transpose(1, 2)
+    disturb(model, logits)
+    counted = (batch[:, 1:] != 0).sum(1)
+    losses = F.cross_entropy(logits, batch[:, 1:], ignore_index=0, reduction="none").sum(1)
+    return {"loss": losses / counted.clamp(min=1), "weight": counted}
+
+
+def disturb(model, logits):
+    pass
+
+
+def make_optimizer(model, args, total_steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+"""
+# Of process 1 the whole share, and of one process's two microbatches the second one.
+NO_TARGETS = ("LENGTHS = [2, 47, 5, 30, 11, 3, 19, 8]", "LENGTHS = [2, 47, 5, 30, 0, 0, 0, 0]")
+SCALER = """
+set_up = check_evaluation
+
+
+def check_evaluation(accelerator, model, loader):
+    set_up(accelerator, model, loader)
+    accelerator.native_amp = True  # as on a GPU, but for autocast
+    accelerator.state._mixed_precision = "fp16"
+
+
+accelerator_without_scaler = make_accelerator
+
+
+def make_accelerator(*arguments):
+    accelerator = accelerator_without_scaler(*arguments)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return accelerator
+"""
+OVERFLOW = """
+calls = []
+
+
+def disturb(model, logits):
+    calls.append(model.training)
+    # The second microbatch of the third step of process 1 alone.
+    if sum(calls) == 6 and model.training and os.environ["RANK"] == "1":
+        logits.register_hook(lambda gradient: gradient * math.inf)
+"""
+CASES = {  # what: (recipe, processes, --batch-size, more flags, what is added, NO_TARGETS or not)
+    "1 x 8": ("ddp_cifar", 1, 8, [], "", False),
+    "2 processes x 4": ("ddp_cifar", 2, 4, [], "", False),
+    "4, accumulated 2": ("ddp_cifar", 1, 4, [], "", False),
+    "2 processes x 1, accumulated 4": ("ddp_cifar", 2, 1, [], "", False),
+    "clipped": ("ddp_cifar", 2, 2, ["--clip-norm", 0.1], "", False),
+    "a process without targets": ("ddp_cifar", 2, 4, [], "", True),
+    "a microbatch without targets": ("ddp_cifar", 1, 4, [], "", True),
+    "most microbatches without targets": ("ddp_cifar", 2, 1, ["--clip-norm", 0.1], "", True),
+    "data_parallel": ("data_parallel_cifar", 1, 4, ["--clip-norm", 0.1], "", False),
+    "amp in fp32": ("amp_cifar", 2, 2, [], "", False),
+    "amp, loss scaling": ("amp_cifar", 2, 2, [], SCALER, False),
+    "amp, loss scaling, clipped": ("amp_cifar", 2, 2, ["--clip-norm", 0.1], SCALER, True),
+    "amp, an overflow": ("amp_cifar", 2, 2, [], SCALER + OVERFLOW, False),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokens")
+    runs = []
+    for number, case in enumerate(CASES.values()):
+        recipe, processes, batch, flags, more, no_targets = case
+        project = PROJECT.replace(*NO_TARGETS) if no_targets else PROJECT
+        script = copy(recipe, directory / f"{number}.py", project=project + more)
+        flags = ["--cpu", "--epochs", 5, "--log-every", 1, "--global-batch-size", 8, *flags]
+        flags += ["--precision", "fp32"] if recipe == "amp_cifar" else []
+        flags += ["--batch-size", batch, "--output-dir", f"run{number}"]
+        runs.append({"processes": processes, "script": script, "flags": flags})
+    answers = forked([{**run, "directory": directory} for run in runs], directory, together=2)
+    return {
+        case: (directory / f"run{number}", *answer)
+        for number, (case, answer) in enumerate(zip(CASES, answers, strict=True))
+    }
+
+
+def exact_training(clip_norm, no_targets, steps):
+    """In float64, in one batch: the mean over all tokens. Return weights before and after, the
+    losses and the norms of the gradient."""
+    space = {"torch": torch, "nn": nn, "F": F, "Dataset": Dataset, "DataLoader": DataLoader}
+    exec(PROJECT.replace(*NO_TARGETS) if no_targets else PROJECT, space)
+    model = space["build_model"](None).double()
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer, _ = space["make_optimizer"](model, None, None)
+    losses, norms = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        tokens = [sequence for sequence in space["Sequences"]() if len(sequence) > 1]
+        logits = torch.cat([model(sequence[:-1]) for sequence in tokens])
+        loss = F.cross_entropy(logits, torch.cat([sequence[1:] for sequence in tokens]))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or torch.inf)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return initial, model.state_dict(), losses, norms
+
+
+def flat(weights, initial):
+    return torch.cat([(weights[name].double() - initial[name]).flatten() for name in initial])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_step_is_on_the_mean_over_all_tokens(trained, case):
+    directory, codes, output = trained[case]
+    assert set(codes) == {0}, output
+    _, _, _, flags, _, no_targets = CASES[case]
+    overflow = case == "amp, an overflow"
+    clip_norm = flags[1] if flags else None
+    exact = exact_training(clip_norm, no_targets, steps=4 if overflow else 5)
+    initial, expected, losses, norms = exact
+    result = outputs(directory)
+    assert len(result["train"]) == 5
+    update = flat(load_file(result["weights"]), initial)
+    exact_update = flat(expected, initial)
+    assert exact_update.norm() > 3, "1e-6 of it would be less than a rounding error"
+    assert (update - exact_update).norm() / exact_update.norm() < 1e-6
+    if overflow:
+        assert [line["skipped_steps"] for line in result["train"]] == [0, 0, 1, 1, 1]
+        assert [line["loss_scale"] for line in result["train"]] == [1024, 1024, 512, 512, 512]
+        return
+    assert [line["loss"] for line in result["train"]] == pytest.approx(losses, rel=1e-6)
+    assert [line["grad_norm"] for line in result["train"]] == pytest.approx(norms, rel=1e-5)
+    if "scaling" in case:
+        assert {line["loss_scale"] for line in result["train"]} == {1024}
+
+
+def test_the_division_of_the_batch_matters_to_these_sequences():
+    """Or the test above would prove nothing: the mean of the processes' means is another step."""
+    space = {"torch": torch, "nn": nn, "F": F, "Dataset": Dataset, "DataLoader": DataLoader}
+    exec(PROJECT, space)
+    lengths = torch.tensor(space["LENGTHS"]).double()
+    of_processes = torch.stack([part / part.sum() / 2 for part in lengths.split(4)])
+    of_all = lengths / lengths.sum()
+    assert (of_processes.flatten() - of_all).abs().max() > 0.05
+    assert re.search(r"\[2, 47, ", PROJECT)
+
+
+def test_without_weights_nothing_is_done_and_nothing_is_read():
+    recipe = load("recipes/ddp_cifar.py")
+    metrics = {"loss": torch.rand(7, requires_grad=True)}
+    assert torch.equal(recipe.mean_loss(metrics), metrics["loss"].mean())
+    # It would fail if it touched the accelerator or the model.
+    recipe.divide_by_mean_weight(None, None, [metrics])
