@@ -832,7 +832,8 @@ def main():
         if (one := Configuration(name, n)).fits()
     ]
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
+    # Set for SIGINT, too: a shell that starts this in the background has it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     args.measured = "No whole round"
     interrupted = False

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT, forked, load, wait_until
+from conftest import ROOT, forked, load, run, wait_until
 from torch.utils.flop_counter import FlopCounterMode
 
 SMALL = ["--model", "simple_cnn", "--batch-size", "8", "--warmup-steps", "1", "--steps", "4"]
@@ -85,6 +85,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
         "--processes",
         2,
     ]
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
     process = subprocess.Popen(
         list(map(str, [*command, "--seconds", 3600, "--output-dir", tmp_path / "out"])),
         env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "80"},
@@ -92,6 +93,8 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+    signal.signal(signal.SIGINT, ignored)
 
     def ranks():
         found = subprocess.run(
@@ -111,7 +114,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
             ["ps", "-ef"], capture_output=True, text=True
         ).stdout  # and the launcher
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=180)
     finally:
         process.terminate()  # and it ends what it has started
     assert process.returncode == 130 and "Traceback" not in errors
@@ -459,6 +462,39 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
         ):
             assert meaning in output
     assert list((tmp_path / "2").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rate_of_the_loader_alone(workers, tmp_path):
+    """In two processes side by side; the sum of both."""
+    flags = ["--world_size", 2, "--data", "synthetic", "--cpu", "--batch-size", 4]
+    command = bench.loader_command([*flags, "--workers", workers, "--measure", 4, 0])
+    process = run(command, cwd=tmp_path)
+    rate = float(process.stdout)
+    assert rate > 1 and list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_of_the_loader_is_measured_once_and_said(monkeypatch, run_stub, capsys):
+    """A stub for the training, which writes what the baseline would."""
+    summary = dict.fromkeys(
+        ("samples_per_second", "measured_samples", "measured_seconds", "warmed_up_at"), 1.0
+    )
+    summary |= {"peak_memory_bytes": 1, "device": "cpu"}
+    commands = []
+
+    def execute(self, command, log, timeout):
+        commands.append(command)
+        text = "warning\n4321.0\n" if "loader" in command else ""
+        log.write_text(text)
+        (log.parent / "summary.json").write_text(json.dumps(summary))
+        return True
+
+    monkeypatch.setattr(bench.Configuration, "execute", execute)
+    monkeypatch.setattr(bench, "loader_command", lambda flags: ["loader", *flags])
+    assert run_stub("", "plain_ddp_cifar", "plain_ddp_cifar --workers 8", "ddp_cifar") == 0
+    assert sum("loader" in command for command in commands) == 2
+    text = "images/s of the DataLoader alone, without training: plain_ddp on 1: 4,321; "
+    assert f"{text}plain_ddp --workers 8 on 1: 4,321.\n" in capsys.readouterr().out
 
 
 def test_the_convolutions_alone_are_those_of_the_model():
