@@ -1,13 +1,22 @@
 """Put the measurements into README.md and benchmarks/README.md: `make results`.
 
+    python benchmarks/make_results.py
+    python benchmarks/make_results.py --publish runs/bench/cpu-x2.json
+
+--publish first copies what bench.py has measured, the file with its .md and .svg, to
+benchmarks/results/; a measurement that was interrupted, or has failures, is refused.
+
 In benchmarks/results/, accuracy.md is the table of the summaries in accuracy/, by command and seed;
 long.svg is the learning curve of the one whose metrics are there, too. Between `<!-- FILE -->` and
 `<!-- end -->` stands FILE's text; after `<!-- FILE short -->` only the measured rows of its table,
 its command and its hardware. test_readme.py compares pages and files with what this makes.
 """
 
+import argparse
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -79,11 +88,13 @@ def curve(summary, metrics):
         way = " L".join(f"{left + width * x:.1f} {top + height * (1 - y):.1f}" for x, y in points)
         return f'<path d="M{way}" fill="none" {look}/>'
 
+    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" '
+    style += 'width="680" height="390"'
     title = (
         f"{summary['recipe']}, {summary['model']}, {summary['stem']} stem, {summary['precision']}"
     )
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" width="680" height="390">',
+        f"<svg {style}>",
         '<rect width="100%" height="100%" fill="white"/>',
         text(10, 22, f"CIFAR-10, accuracy by epoch: {title}", 'font-weight="bold"'),
         text(10, 40, f"{summary['device']}, {when_and_with(summary)}", 'fill="#555"'),
@@ -134,8 +145,36 @@ def filled(page):
     )
 
 
-if __name__ == "__main__":
+def publish(path, results):
+    """Copy a measurement of bench.py; return what speaks against it, or None."""
+    if path.suffix != ".json" or not path.exists():
+        return f"{path} is not a file that bench.py has written: name its .json"
+    content = json.loads(path.read_text())
+    failed = [one["recipe"] for one in content["configurations"] if one["failure"]]
+    if failed:
+        return f"{path} has failures: {', '.join(failed)}"
+    how_much = content["settings"]["measured"]
+    files = [path.with_suffix(suffix) for suffix in (".json", ".md", ".svg")]
+    if not re.fullmatch(r"\d+ of \d+ rounds", how_much) or not all(map(Path.exists, files)):
+        return f"{path} is not complete: {how_much}"
+    for file in files:
+        shutil.copy(file, results)
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    help = "the .json of a measurement by bench.py, to be copied to benchmarks/results/"
+    parser.add_argument("--publish", type=Path, metavar="PATH", help=help)
+    args = parser.parse_args()
+    problem = publish(args.publish, RESULTS) if args.publish else None
+    if problem:
+        sys.exit(f"make_results: {problem}")
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
     (RESULTS / "long.svg").write_text(curve(LONG, LONG.with_suffix(".jsonl")))
     for path in PAGES:
         path.write_text(filled(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

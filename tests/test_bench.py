@@ -12,6 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import make_results
 import pytest
 import torch
 from conftest import ROOT, forked, load, run, wait_until
@@ -602,3 +603,47 @@ def test_what_cannot_be_measured_is_refused(flags, words, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         bench.main()
     assert exit.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def measurement(main, tmp_path):
+    """What the bench has written, after `change`; and where results are."""
+    results = tmp_path / "results"
+    _, content, paths = main({"ddp_cifar": [100], "amp_cifar": [200]}, "--rounds", 1)
+    results.mkdir()
+
+    def changed(change):
+        change(content)
+        paths[".json"].write_text(json.dumps(content))
+        return paths[".json"], results
+
+    return changed
+
+
+def test_a_complete_measurement_is_published_with_its_table_and_picture(measurement):
+    path, results = measurement(lambda content: None)
+    assert make_results.publish(path, results) is None
+    assert sorted(file.suffix for file in results.iterdir()) == [".json", ".md", ".svg"]
+    for file in results.iterdir():
+        assert file.read_bytes() == path.with_suffix(file.suffix).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x["settings"].update(measured="1 of 3 rounds, then interrupted"), "interrupted"),
+        (lambda x: x["settings"].update(measured="No whole round"), "not complete"),
+        (lambda x: x["configurations"][1].update(failure="broken"), "has failures: amp_cifar"),
+    ],
+)
+def test_an_incomplete_measurement_is_not_published(change, words, measurement):
+    path, results = measurement(change)
+    assert words in make_results.publish(path, results)
+    assert "is not a file that bench.py has written" in make_results.publish(path.parent, results)
+    assert list(results.iterdir()) == []
+
+
+def test_the_bench_leaves_the_published_results_alone(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    directory = bench.parse_args().output_dir
+    assert directory == "runs/bench" and "runs/\n" in (ROOT / ".gitignore").read_text()

@@ -355,3 +355,16 @@ def test_launched_saved_and_resumed_without_a_warning(tmp_path):
     one, other = (outputs(directory) for directory in (first, second))
     assert other["summary"]["resumed_from"] == 2 and other["summary"]["device"] != "cpu"
     assert other["summary"]["test_loss"] == pytest.approx(one["summary"]["test_loss"], abs=0.01)
+
+
+def test_compiled_under_ddp_no_partition_updates_buffers_that_keep_it_from_cuda_graphs(tmp_path):
+    """DDP divides the graph; BatchNorm's statistics have to be static inputs of each partition."""
+    script = {"processes": 1, "script": ROOT / "tests/programs/graph_partitions.py"}
+    run = {**script, "directory": tmp_path, "flags": [tmp_path / "answer.json"], "env": one_rank()}
+    [(codes, output)] = forked([run], tmp_path, **environment("cpu"))
+    assert codes == [0], output
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    forward = [part for part in answer["partitions"] if part["kind"] == "forward"]
+    assert len(forward) > 1, "it has to be divided to show anything"
+    assert sum(part["mutated"] for part in forward) == answer["changed"] == 12
+    assert {part["not static"] for part in answer["partitions"]} == {0}
