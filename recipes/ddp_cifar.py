@@ -877,10 +877,9 @@ class Checkpoints:
         try:
             self.write(without_numpy(content), path)
             if self.accelerator.is_main_process:
-                saved = sorted(self.directory.glob(self.pattern))
-                # Not the later ones: those were skipped, because they are damaged.
-                saved = saved[: saved.index(path) + 1]
-                for old in saved[: -self.config["keep"]]:
+                # Later ones were skipped, because they are damaged: they do not count.
+                saved = [x for x in self.directory.glob(self.pattern) if x <= path]
+                for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
         except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"

@@ -878,10 +878,9 @@ class Checkpoints:
         try:
             self.write(without_numpy(content), path)
             if self.accelerator.is_main_process:
-                saved = sorted(self.directory.glob(self.pattern))
-                # Not the later ones: those were skipped, because they are damaged.
-                saved = saved[: saved.index(path) + 1]
-                for old in saved[: -self.config["keep"]]:
+                # Later ones were skipped, because they are damaged: they do not count.
+                saved = [x for x in self.directory.glob(self.pattern) if x <= path]
+                for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
         except (OSError, RuntimeError, UnpicklingError) as error:
             problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"
@@ -1519,9 +1518,9 @@ def count_pipelines(args):
     """Return how many pipelines the processes make. Exit with an error where they, or the flags,
     make none."""
     flag = "argument --microbatches"
-    if args.batch_size < args.microbatches:
-        what = f"{args.microbatches} for a batch of {args.batch_size}"
-        exit_with_error(f"{flag}: {what}, choose at most {args.batch_size}")
+    rest = args.batch_size % args.microbatches
+    if args.batch_size < args.microbatches or (rest and args.global_batch_size is None):
+        exit_with_error(f"{flag}: {args.microbatches} do not divide a batch of {args.batch_size}")
     if args.schedule == "1f1b" and args.microbatches < STAGES:
         exit_with_error(f"{flag}: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
@@ -1617,11 +1616,11 @@ class Pipeline(nn.Module):
         rank = accelerator.process_index % STAGES
         stage = Stage(cut(blocks, args)[rank], accelerator.autocast).to(accelerator.device)
         # Neighbours in rank are a pipeline; the processes with the same stage are its replicas.
-        shape = (accelerator.num_processes // STAGES, STAGES)
-        names = ("replicas", "pipeline")
-        mesh = distributed.init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-        self.group = mesh["pipeline"].get_group()
-        self.replicas = mesh["replicas"].get_group()
+        # (Not `init_device_mesh`, whose groups have other timeouts.)
+        ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
+        make_groups = distributed.new_subgroups_by_enumeration
+        self.group, _ = make_groups(ranks.tolist(), TIMEOUT)
+        self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
         self.metric_names = ()  # from `warm_up`
         self.batch_shapes = None
         if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):

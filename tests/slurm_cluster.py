@@ -1,7 +1,9 @@
-"""A Slurm cluster of two nodes on this machine, from Debian's packages: for test_slurm.py, or to
+"""A Slurm cluster of nodes on this machine, from Debian's packages: for test_slurm.py, or to
 try things by hand.
 
-python tests/slurm_cluster.py DIRECTORY      # starts it, prints the variable that sbatch needs, waits for Ctrl-C
+python tests/slurm_cluster.py DIRECTORY
+
+starts it, prints the variable that sbatch needs, and waits for Ctrl-C.
 """
 
 import contextlib
@@ -20,7 +22,9 @@ from pathlib import Path
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
 NODES = tuple(f"n{number}" for number in range(1, 9))
+SPARE_NODES = ("s1", "s2")  # in a partition of their own
 GPU_NODES = ("g1", "g2")  # with two GPUs each: files of that name, which is all that Slurm looks at
+ALL_NODES = (*NODES, *SPARE_NODES, *GPU_NODES)
 
 CONFIGURATION = """
 ClusterName=recipes
@@ -60,6 +64,7 @@ NodeName=DEFAULT CPUs=4 RealMemory=1000
 {nodes}
 PartitionName=low Nodes={cpu_nodes} Default=YES PriorityTier=1 GraceTime=60
 PartitionName=high Nodes={cpu_nodes} PriorityTier=2 PreemptMode=OFF
+PartitionName=spare Nodes={spare_nodes}
 PartitionName=gpu Nodes={gpu_nodes}
 """
 
@@ -83,12 +88,12 @@ class Cluster:
     def __init__(self, directory):
         self.directory, self.daemons = Path(directory), {}
         (self.directory / "state").mkdir(parents=True)
-        controller_port, *ports = free_ports(1 + len(NODES + GPU_NODES))
+        controller_port, *ports = free_ports(1 + len(ALL_NODES))
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
             + " Gres=gpu:2" * (node in GPU_NODES)
-            for node, port in zip(NODES + GPU_NODES, ports, strict=True)
+            for node, port in zip(ALL_NODES, ports, strict=True)
         ]
         configuration = CONFIGURATION.format(
             directory=self.directory,
@@ -96,13 +101,15 @@ class Cluster:
             controller_port=controller_port,
             nodes="\n".join(nodes),
             cpu_nodes=",".join(NODES),
+            spare_nodes=",".join(SPARE_NODES),
             gpu_nodes=",".join(GPU_NODES),
             first_job=random.randrange(1, 19_000),
         )
         (self.directory / "slurm.conf").write_text(configuration)
         for gpu in (0, 1):
             os.mknod(self.directory / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        gpus = f"NodeName={','.join(GPU_NODES)} Name=gpu AutoDetect=off File={self.directory}/gpu[0-1]\n"
+        gpus = f"NodeName={','.join(GPU_NODES)} Name=gpu AutoDetect=off"
+        gpus += f" File={self.directory}/gpu[0-1]\n"
         (self.directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
@@ -128,9 +135,9 @@ class Cluster:
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
         self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
         self.spawn("slurmctld", "slurmctld", "-D")
-        for node in NODES + GPU_NODES:
+        for node in ALL_NODES:
             self.spawn(node, "slurmd", "-D", "-N", node)
-        idle = {f"{node} idle" for node in NODES + GPU_NODES}
+        idle = {f"{node} idle" for node in ALL_NODES}
         self.wait(
             lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle,
             "idle nodes",
@@ -161,7 +168,7 @@ class Cluster:
             if Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n":
                 links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
                 return next(
-                    (node for node in NODES if f"{self.directory}/{node}.log" in links), None
+                    (node for node in ALL_NODES if f"{self.directory}/{node}.log" in links), None
                 )
         return None
 

@@ -261,7 +261,7 @@ def test_swapped_stages_are_refused(tmp_path):
         [{**common, "directory": tmp_path / "other", "flags": flags}], tmp_path
     )
     assert codes[0] == 2 and output.count("error:") == 1
-    assert "swapped.pt does not fit this model" in output
+    assert "swapped.pt does not fit this model" in output and "stage 0: " in output
 
 
 @pytest.mark.slow

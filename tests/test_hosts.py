@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-FLAGS = "--data synthetic --model simple_cnn --cpu --max-steps 4 --batch-size 16 --lr 0.02 --log-every 1".split()
+FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "4"]
+FLAGS += ["--batch-size", "16", "--lr", "0.02", "--log-every", "1"]
 RECIPES = "amp_cifar", "pipeline_cifar"
 
 # A host whose name, as in Debian's /etc/hosts, is no address at which another one could reach it.
@@ -31,7 +32,7 @@ def hosts(tmp_path_factory):
     if os.geteuid() != 0 or not shutil.which("ip"):
         yield (
             *one,
-            "needs root and the command ip (Debian: iproute2) for hosts with addresses of their own",
+            "needs root and the command ip (Debian: iproute2), for addresses of their own",
         )
         return
     names = [f"recipes-{os.getpid()}-{host}" for host in (0, 1)]
@@ -84,6 +85,8 @@ def trained(hosts, tmp_path_factory):
         directory.mkdir()
         command = list(map(str, [*prefix, *line, "--machine_rank", rank, __file__, ports]))
         environment = {**os.environ, **PROGRAMS, "OMP_WAIT_POLICY": "passive"}
+        if prefix:
+            environment["GLOO_SOCKET_IFNAME"] = "eth7"
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         running.append(subprocess.Popen(command, cwd=directory, env=environment, **pipes))
     reference = {"processes": 2, "directory": tmp_path, "flags": FLAGS}

@@ -294,7 +294,9 @@ def test_a_worker_that_hangs_does_not_keep_a_failed_run_alive(directory):
     stuck = stuck.replace("torch.utils.data.TensorDataset(", "Stuck(")
     dataset = (
         "class Stuck(torch.utils.data.TensorDataset):\n"
-        "    def __getitem__(self, index):\n        time.sleep(1000)\n\n\n"
+        "    def __getitem__(self, index):\n"
+        "        time.sleep(1000 if torch.utils.data.get_worker_info() else 0)\n"
+        "        return super().__getitem__(index)\n\n\n"
     )
     stuck = stuck.replace("def load_data", f"{dataset}def load_data")
     script = changed_recipe(directory / "changed", MAIN, stuck)

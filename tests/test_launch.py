@@ -235,30 +235,46 @@ exit "$2"
 """
 
 
+def on_node(directory, accelerate, *arguments, **environment):
+    """Run what submit_job.sh runs on each node, with another program in the place of accelerate."""
+    (directory / "accelerate").write_text(accelerate)
+    (directory / "accelerate").chmod(0o755)
+    script = (ROOT / "recipes/submit_job.sh").read_text()
+    script = script.partition("on_node='")[2].partition("\n'\n")[0]
+    called = 'accelerate launch --machine_rank "$SLURM_NODEID"'
+    assert called in script
+    defaults = {"SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}
+    environment = {"PATH": f"{directory}:{os.environ['PATH']}", **defaults, **environment}
+    command = ["bash", "-c", script.replace(called, "accelerate"), "on_node", *arguments]
+    return run(command, cwd=directory, check=False, **environment)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_a_node_of_a_slurm_job_answers(tmp_path):
     """submit_job.sh goes back into the queue on 138: not where the training was complete before it
     could stop."""
-    (tmp_path / "accelerate").write_text(LAUNCHER)
-    (tmp_path / "accelerate").chmod(0o755)
-    script = (ROOT / "recipes/submit_job.sh").read_text()
-    on_node = (
-        script.partition("on_node='")[2]
-        .partition("\n'\n")[0]
-        .replace('--machine_rank "$SLURM_NODEID"', "")
-    )
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_NODEID": "0",
-        "SLURM_JOB_ID": "1",
-    }
     cases = {("unwarned", 0): 0, ("unwarned", 2): 2, ("warned", 0): 0, ("warned", 1): 138}
     for case, expected in cases.items():
-        command = [
-            "bash",
-            "-c",
-            on_node.replace("accelerate launch", "accelerate"),
-            "on_node",
-            *case,
-        ]
-        assert run(command, check=False, **environment).returncode == expected, case
+        assert on_node(tmp_path, LAUNCHER, *case).returncode == expected, case
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_NNODES": "2"}, "to-10.0.0.2"),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "1"}, "to-10.0.0.1"),
+        ({"SLURM_NNODES": "2", "GLOO_SOCKET_IFNAME": "chosen"}, "chosen"),
+        ({"SLURM_NNODES": "2", "last_node": "nowhere.invalid"}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_a_node_tells_gloo_the_interface_to_the_others(tmp_path, environment, expected):
+    """By the route to the first node, or from there to the last: that to itself is the loopback
+    interface."""
+    (tmp_path / "ip").write_text('#!/bin/sh\n[ "$3" ] && echo "$3 via 10.0.0.9 dev to-$3 src x"\n')
+    (tmp_path / "ip").chmod(0o755)
+    nodes = {"first_node": "10.0.0.1", "last_node": "10.0.0.2"}
+    tell = '#!/bin/sh\necho "interface: ${GLOO_SOCKET_IFNAME:-none}" | tee said\n'
+    process = on_node(tmp_path, tell, **{**nodes, **environment})
+    assert process.returncode == 0
+    assert (tmp_path / "said").read_text() == f"interface: {expected}\n"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, answers, forked, load, train_forked
+from conftest import ROOT, answers, forked, launch, load, train_forked
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/pipeline_cifar.py"
@@ -173,18 +173,46 @@ def test_a_block_that_comes_twice_runs_twice():
     assert list(blocks.values()) == [first, activation, first, activation, last]
 
 
+RETURNED = '    return {"loss": loss, "accuracy": logits.argmax(1) == labels}\n'
+
+
+def launched_with(returned, processes, directory):
+    """What the launcher prints about a copy whose `compute_loss` ends with another line."""
+    source = RECIPE.read_text()
+    assert source.count(RETURNED) == 1
+    script = directory / "own.py"
+    script.write_text(source.replace(RETURNED, f"    {returned}\n"))
+    return launch(processes, script, *SMALL, cwd=directory, check=False).stderr
+
+
+@pytest.mark.slow
+def test_a_mistake_that_only_last_stages_know_is_told_once_by_the_first_of_them(tmp_path):
+    printed = launched_with("return loss.mean()", 4, tmp_path)
+    line, *others = printed.splitlines()
+    assert line.startswith("own: error: rank 1: compute_loss returned Tensor: return {"), printed
+    assert not any(other.startswith("own: ") for other in others), printed
+    assert "Traceback" not in printed.partition("Sending process")[0]
+
+
+@pytest.mark.slow
+def test_an_exception_in_the_last_stage_is_printed(tmp_path):
+    printed = launched_with('return batch["y"]', 2, tmp_path).partition("Sending process")[0]
+    assert printed.count("Traceback") == 1, "of the rank that knows it, and of no other one"
+    assert 'return batch["y"]' in printed and "TypeError: tuple indices" in printed
+
+
 REFUSALS = {
     "one process": (1, [], ["2gpu.yaml", "4gpu.yaml"]),
     "three processes": (3, [], ["2gpu.yaml", "4gpu.yaml"]),
     "batch that does not divide": (
         2,
         ["--batch-size", 100],
-        ["100", "multiples of 8", "choose 96 or 112"],
+        ["--microbatches: 8 do not divide a batch of 100"],
     ),
     "batch smaller than its parts": (
         2,
         ["--batch-size", 4],
-        ["--microbatches", "8 for a batch of 4"],
+        ["--microbatches: 8 do not divide a batch of 4"],
     ),
     "too few microbatches": (
         2,
@@ -218,5 +246,6 @@ def refusals(tmp_path_factory):
 def test_refused_in_one_line(refusals, case):
     codes, output = refusals[case]
     assert codes[0] == 2 and 0 not in codes
-    assert output.startswith("pipeline_cifar: error: ") and output.count("\n") == 1, output
-    assert all(word in output for word in REFUSALS[case][2]), output
+    own = [line for line in output.splitlines() if line.startswith("pipeline_cifar: ")]
+    assert len(own) == 1 and own[0].startswith("pipeline_cifar: error: "), output
+    assert all(word in own[0] for word in REFUSALS[case][2]), output

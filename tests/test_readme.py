@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 README, MEASUREMENTS = (page.read_text() for page in PAGES)
+ADAPTING = (ROOT / "recipes/README.md").read_text()
 COMMAND = r"(?:^|`)((?:accelerate launch|python|sbatch|torchrun) .*?(?:recipes|benchmarks)/[^`\n]*)"
 COMMANDS = {page: set(re.findall(COMMAND, page, re.MULTILINE)) for page in (README, MEASUREMENTS)}
 
@@ -61,7 +62,7 @@ def test_the_flags_are_those_of_help(recipe, monkeypatch, capsys):
 
 
 def test_the_differences_shown_are_real():
-    (shown,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    (shown,) = re.findall(r"```diff\n(.*?)```", ADAPTING, re.DOTALL)
     _, *parts = re.split(r"^diff (?=recipes)", shown, flags=re.MULTILINE)
     assert len(parts) == len(RECIPES) - 1
     for part in parts:
@@ -172,7 +173,7 @@ def test_the_schedule_is_the_documented_one():
 
 def test_the_loop_before_and_after(tmp_path, monkeypatch):
     """Both sides of the README's diff train, and end with the same model."""
-    section = README.partition("## From plain PyTorch\n")[2]
+    section = ADAPTING.partition("## From plain PyTorch\n")[2]
     lines = re.search(r"```\n(.*?)```", section, re.DOTALL)[1].splitlines()
     monkeypatch.chdir(tmp_path)
     weights = []

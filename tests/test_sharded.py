@@ -1,5 +1,5 @@
-"""The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is whole
-or not there."""
+"""The sharded training is that of ddp_cifar.py, a process holds its share, and a checkpoint is
+whole or not there."""
 
 import json
 import pickle
@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 import torchvision
-from conftest import PROGRAMS, ROOT, forked, load, outputs
+from conftest import LITTLE_DATA, PROGRAMS, ROOT, answers, copy, forked, load, outputs
 from safetensors.torch import load_file
-from test_own_projects import FEWER, copy
 from test_resume import MEASURED, assert_identical, batches, content, untimed
 from torch import nn
 
@@ -226,7 +225,7 @@ def main():
 def test_what_is_built_reduced_and_repeated(tmp_path):
     """On two processes: who builds the model where, how often gradients are reduced, and in what
     precision, and how often a unit's forward pass runs. Three steps of four microbatches."""
-    script = copy("sharded_cifar", COUNTED, tmp_path / "counted.py", FEWER)
+    script = copy("sharded_cifar", tmp_path / "counted.py", LITTLE_DATA, project=COUNTED)
     flags = [
         "--cpu",
         "--data",
@@ -306,8 +305,9 @@ def test_weights_that_are_there_survive_a_kill_and_can_be_evaluated(tmp_path):
     """A finished run that is resumed writes them again, and is killed before the first tensor."""
     line = "            whole = whole.detach().cpu()"
     death = line, f"            os.kill(os.getpid(), signal.SIGKILL)\n{line}"
-    original = copy("sharded_cifar", "", tmp_path / "original.py", FEWER)
-    killed = copy("sharded_cifar", "", tmp_path / "killed.py", FEWER, death)
+    original = copy("sharded_cifar", tmp_path / "original.py", LITTLE_DATA)
+    (tmp_path / "killed").mkdir()
+    killed = copy("sharded_cifar", tmp_path / "killed/original.py", LITTLE_DATA, death)
     flags = [
         "--cpu",
         "--data",
@@ -571,6 +571,146 @@ def test_where_a_checkpoint_cannot_be_written_or_is_not_finite_all_processes_end
         assert found[: len(codes)] == codes and words in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
     assert [path.name for path in tmp_path.glob("*/step-*")] == ["step-00000005"]
+
+
+@pytest.fixture(scope="module")
+def weighted(tmp_path_factory):
+    """{processes: answer of programs/sharded_weights.py}"""
+    return answers("sharded_weights", (1, 2, 4), tmp_path_factory.mktemp("weights"))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_weights_are_exact_however_the_batch_is_divided(weighted, processes):
+    """Also accumulated, in shards or whole, clipped, and where a microbatch or a whole share weighs
+    nothing."""
+    cases = weighted[processes]
+    assert len(cases) == 2 * 3 * 2 * {1: 4, 2: 3, 4: 2}[processes]
+    for case, found in cases.items():
+        assert found["update"] < 1e-6, case
+        assert found["norm"] is None or found["norm"] < 1e-6, case
+        assert found["clipped"] == ("clipped to 0.02" in case)
+
+
+BLOCKED = """
+plain_accelerator, plain_barrier = make_accelerator, distributed.barrier
+
+
+def make_accelerator(*arguments):
+    accelerator = plain_accelerator(*arguments)
+    distributed.barrier = barrier
+    return accelerator
+
+
+def barrier(group=None, *more, **options):
+    if group in (None, distributed.group.WORLD):
+        time.sleep(600)  # as NCCL's, when another process has ended
+    return plain_barrier(group, *more, **options)
+
+
+def load_weights(*_):
+    os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_all_end_with_the_main_process_where_the_default_groups_barrier_would_block(tmp_path):
+    script = copy("sharded_cifar", tmp_path / "blocked.py", LITTLE_DATA, project=BLOCKED)
+    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32]
+    run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 30}
+    ((codes, output),) = forked([run], tmp_path)
+    assert codes == [3, 1], output
+    assert "rank 1 ends: another process has ended" in output and "Traceback" not in output
+
+
+TIED = """
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 10)
+        self.third.weight = self.second.weight
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x.mean((2, 3)))))))
+
+
+def build_model(args):
+    return Tied()
+"""
+
+
+@pytest.mark.slow
+def test_tied_weights_are_written_once_as_ddp_writes_them_and_load_again(tmp_path):
+    flags = ["--cpu", "--data", "synthetic", "--batch-size", 16, "--max-steps", 3]
+    runs = []
+    for recipe_name in ("ddp_cifar", "sharded_cifar"):
+        script = copy(recipe_name, tmp_path / f"{recipe_name}.py", LITTLE_DATA, project=TIED)
+        own = ["--output-dir", recipe_name, "--checkpoint-every", 1, "--keep", 9]
+        runs.append({"processes": 2, "script": script, "flags": [*flags, *own]})
+    own = ["--output-dir", "again", "--epochs", 0, "--weights", "sharded_cifar/model.safetensors"]
+    runs.append({**runs[1], "flags": [*flags[:-2], *own]})
+    begin = "sharded_cifar/step-00000002"
+    runs.append({**runs[1], "flags": [*flags, "--output-dir", "resumed", "--resume", begin]})
+    for codes, output in forked([{**one, "directory": tmp_path} for one in runs], tmp_path):
+        assert codes == [0, 0], output
+        if "loaded" in output:
+            assert "names that do not fit: none" in output
+    assert "resumed_from: 2\n" in output
+    paths = [tmp_path / name / "model.safetensors" for name in ("sharded_cifar", "resumed")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    theirs, ours = (
+        load_file(tmp_path / f"{name}_cifar/model.safetensors") for name in ("ddp", "sharded")
+    )
+    assert ours.keys() == theirs.keys() and "third.weight" not in ours
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    losses = [
+        json.loads((tmp_path / name / "summary.json").read_text())["test_loss"]
+        for name in ("sharded_cifar", "again")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """The answers of the four processes of programs/sharded_groups.py"""
+    return answers("sharded_groups", (4,), tmp_path_factory.mktemp("groups"))[4]
+
+
+def test_all_process_groups_have_the_same_timeout(groups):
+    """The default one, the hosts', two of replicas, one of an offload."""
+    for answer in groups:
+        assert answer["timeouts"] == [recipe.TIMEOUT.total_seconds()] * 5
+
+
+def test_norms_stay_in_fp32_in_their_units_group(groups):
+    """Where torch can do it. The results are those of norms in groups of their own."""
+    can = hasattr(torch.distributed.fsdp.MixedPrecisionPolicy, "param_dtype_override_fn")
+    for answer in groups:
+        assert answer["groups"] == [17 if can else 34, 34]
+        assert answer["deviation"] == 0 < answer["largest"]
+
+
+def test_shards_do_not_go_through_pinned_memory(groups):
+    assert [answer["saving"] for answer in groups] == [None] * 4
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_gpus_makes_the_same_update(tmp_path):
+    """There torch takes the `foreach` variant for sharded tensors, here a loop over them."""
+    option = '"nesterov": True}', '"nesterov": True, "foreach": True}'
+    flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 16]
+    runs = []
+    for name, replaced in (("loop", []), ("foreach", [option])):
+        script = copy("sharded_cifar", tmp_path / f"{name}.py", LITTLE_DATA, *replaced)
+        own = ["--max-steps", 6, "--output-dir", name]
+        runs.append({"processes": 2, "script": script, "flags": [*flags, *own]})
+    for codes, output in forked([{**one, "directory": tmp_path} for one in runs], tmp_path):
+        assert codes == [0, 0], output
+    loop, foreach = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("loop", "foreach")
+    )
+    torch.testing.assert_close(foreach, loop, rtol=0, atol=1e-7)
 
 
 REFUSALS = {

@@ -1,5 +1,5 @@
-"""submit_job.sh on a real Slurm: ten slurmd on this machine, real jobs, real signals, a node that
-dies.
+"""submit_job.sh on a real Slurm: twelve slurmd on this machine, real jobs, real signals, a node
+that dies.
 
 The tests marked `at_once` run side by side, each on nodes of its own."""
 
@@ -89,17 +89,8 @@ class Job:
 
 class Training(Job):
     def __init__(self, cluster, directory, *options, flags=()):
-        defaults = [
-            "--data",
-            "synthetic",
-            "--model",
-            "simple_cnn",
-            "--cpu",
-            "--batch-size",
-            32,
-            "--log-every",
-            1,
-        ]
+        defaults = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--log-every", 1]
+        defaults += ["--batch-size", 32]
         defaults += ["--lr", 0.02]
         defaults += ["--max-steps", STEPS, "--checkpoint-every", 10, "--keep", 4]
         super().__init__(
@@ -230,6 +221,31 @@ def test_it_goes_on_from_its_own_newest_checkpoint_or_else_from_the_one_named(
 
 
 @at_once
+def test_on_one_or_two_nodes_it_goes_on_where_one_has_died_on_the_other(
+    directory, slurm, two_nodes
+):
+    flags = ["--global-batch-size", 64, "--keep", STEPS]
+    job = Training(slurm, directory, "--partition=spare", "--nodes=1-2", flags=flags)
+    job.until_step(11)
+    first, second = job.nodes()
+    slurm.kill_node(second)
+    job.wait(lambda: job.processes() == [], "end of the processes on the other node")
+    slurm.miss_node(second)
+    job.until_back_in_the_queue(restarts=1)
+    job.until_complete()
+    assert job.nodes() == [first]
+    summary = job.summary()
+    assert (summary["world_size"], summary["global_batch_size"]) == (1, 64)
+    assert summary["resumed_from"] >= 10
+    before, after = job.steps()
+    assert before[-1] < STEPS and after == list(range(summary["resumed_from"] + 1, STEPS + 1))
+    two_nodes.until_complete()
+    theirs = two_nodes.weights()
+    for name, value in job.weights().items():
+        assert (value - theirs[name]).abs().max() < 1e-5
+
+
+@at_once
 def test_cancelled_while_it_starts_it_saves_and_stays_away(directory, slurm):
     job = Training(slurm, directory, *TWO_NODES, flags=["--max-steps", 10_000])
     job.until_launched()
@@ -254,7 +270,8 @@ def on_gpu_node(slurm, directory, *options):
         'get("RANK", "0"), "of", get("WORLD_SIZE", "1"), get("CUDA_VISIBLE_DEVICES", "none")'
     )
     # One write, or the lines of two ranks may come interleaved.
-    recipe = f"import os; get = os.environ.get; os.write(1, ' '.join(['rank', {variables}, '\\n']).encode())"
+    line = f"' '.join(['rank', {variables}, '\\n']).encode()"
+    recipe = f"import os; get = os.environ.get; os.write(1, {line})"
     job = Job(slurm, directory, "--partition=gpu", *options, recipe=recipe)
     job.until_complete()
     memory = re.search(r"mem=(\w+)", job.show("TRES"))

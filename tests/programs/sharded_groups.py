@@ -1,0 +1,123 @@
+"""Run by test_sharded.py, as four processes of forked.py: sharded_groups.py ANSWER.json
+
+Writes the timeouts of all process groups, in seconds; how many groups of parameters ResNet-50 has
+in bf16, and how many when norms are in groups of their own, as before torch 2.15; how far apart the
+losses and gradients of both are, in a small model with BatchNorm; and whether shards are written by
+the loader that needs pinned memory, where there seem to be GPUs.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate import utils
+from conftest import load
+from disturbed_training import build_model
+from torch import distributed
+from torch.distributed import distributed_c10d, fsdp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+recipe = load("recipes/sharded_cifar.py")
+path = Path(sys.argv[1])
+args = SimpleNamespace(
+    model="resnet50",
+    stem="imagenet",
+    weights=None,
+    precision="bf16",
+    replicas=1,
+    activation_checkpointing=False,
+    cpu_offload=False,
+    sync_each_batch=False,
+    cpu=True,
+    seed=0,
+    threads=1,
+    log_every=1,
+    tracker=None,
+    output_dir=str(path.parent),
+)
+accelerator = recipe.make_accelerator(args, "bf16")
+
+recipe.make_mesh(accelerator, args)
+recipe.make_mesh(accelerator, SimpleNamespace(**{**vars(args), "replicas": 2}))
+# There is no NCCL here: gloo for all that --cpu-offload asks for.
+make_groups = distributed.new_subgroups_by_enumeration
+distributed.new_subgroups_by_enumeration = lambda ranks, timeout, _: make_groups(ranks, timeout)
+recipe.make_mesh(accelerator, SimpleNamespace(**{**vars(args), "cpu_offload": True}))
+groups = [group for group in distributed_c10d._world.pg_map if group is not None]
+backends = [group._get_backend(torch.device("cpu")) for group in groups]
+timeouts = [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def groups_of_parameters(model):
+    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return len({id(module._get_fsdp_state()) for module in modules})
+
+
+def one_pass():
+    recipe.seed_rng(0)
+    recipe.build_model = build_model
+    model = recipe.build_sharded_model(args, accelerator)
+    images, labels = recipe.synthetic_images(16, seed=4)
+    images = images.permute(0, 3, 1, 2).float().sub(128).div(64)
+    recipe.seed_rng(1, accelerator.process_index)
+    loss = recipe.mean_loss(recipe.compute_loss(model, (images, labels)))
+    loss.backward()
+    gradients = [p.grad.full_tensor().flatten() for p in model.parameters()]
+    return model, torch.cat([loss.detach()[None], *gradients])
+
+
+def norms_apart(model):
+    options = plain_options(model)
+    del options["param_dtype_override_fn"]
+    return options
+
+
+plain_options = recipe.bf16_options
+with torch.device("meta"):
+    resnets = [recipe.build_model(args) for _ in range(2)]
+mesh = recipe.make_mesh(accelerator, args)
+recipe.shard(resnets[0], args, mesh)
+model, one = one_pass()
+if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+    recipe.bf16_options = norms_apart
+recipe.shard(resnets[1], args, mesh)
+_, other = one_pass()
+
+
+class SeemsToHaveGpus:
+    cuda = SimpleNamespace(is_available=lambda: True)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def overlapping_loader(*_, **__):
+    raise OSError("the overlapping loader was made")
+
+
+filesystem.torch = SeemsToHaveGpus()
+filesystem._OverlappingCpuLoader = overlapping_loader
+states = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+checkpoints = recipe.ShardedCheckpoints(accelerator, vars(args), states)
+problem = None
+try:
+    checkpoints.save_shards(path.parent / "shards")
+except OSError as error:
+    problem = str(error)
+
+answer = {
+    "timeouts": timeouts,
+    "groups": [groups_of_parameters(resnet) for resnet in resnets],
+    "largest": other.abs().max().item(),
+    "deviation": (one - other).abs().max().item(),
+    "saving": problem,
+}
+answers = utils.gather_object([answer])
+if accelerator.is_main_process:
+    path.write_text(json.dumps(answers))
+model = states = checkpoints = None
+accelerator.free_memory()
+accelerator.end_training()
