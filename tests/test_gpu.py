@@ -204,7 +204,8 @@ def test_a_signal_makes_it_save_and_leave(trained, when, code, step):
 
 BATCH = ["--max-steps", 10, "--batch-size"]
 ACCUMULATED = ["--global-batch-size", 32]
-EQUAL = {  # to one rank that accumulates over two microbatches; a pipeline's batch is that of two processes
+# To one rank that accumulates over two microbatches; a pipeline's batch is that of two processes.
+EQUAL = {
     "one rank": (1, "ddp_cifar", [*BATCH, 16, *ACCUMULATED], {}),
     "two ranks": (2, "ddp_cifar", [*BATCH, 16], {}),
     "pipeline": (2, "pipeline_cifar", [*BATCH, 32], {}),
