@@ -356,9 +356,8 @@ def test_on_gpus_the_defaults_keep_them_busy(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     args = bench.parse_args()
     assert (args.stem, args.batch_size, args.processes, args.seconds) == ("cifar", 512, [1, 8], 10)
-    assert {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"} < set(
-        args.recipes
-    )
+    expected = {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"}
+    assert {*expected, "plain_ddp_cifar", "plain_ddp_cifar --workers 8"} < set(args.recipes)
     commands = {
         name: " ".join(bench.Configuration(name, 8).command(args, "out")) for name in args.recipes
     }
