@@ -36,6 +36,8 @@ def launch_line(summary):
         "lr": 0.1,
         "clip_norm": None,
     }
+    if summary.get("accumulation", 1) > 1:
+        line += f" --global-batch-size {summary['global_batch_size']}"
     return line + "".join(
         f" --{name.replace('_', '-')} {summary[name]}"
         for name, default in defaults.items()

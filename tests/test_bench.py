@@ -646,3 +646,12 @@ def test_the_bench_leaves_the_published_results_alone(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     directory = bench.parse_args().output_dir
     assert directory == "runs/bench" and "runs/\n" in (ROOT / ".gitignore").read_text()
+
+
+def test_the_command_of_a_result_repeats_its_global_batch():
+    summary = {"world_size": 2, "recipe": "ddp_cifar", "stem": "cifar", "epochs": 1}
+    accumulated = {"batch_size": 64, "accumulation": 2, "global_batch_size": 256}
+    plain = "recipes/ddp_cifar.py --stem cifar --epochs 1"
+    assert make_results.launch_line({**summary, "global_batch_size": 256}).endswith(plain)
+    line = make_results.launch_line({**summary, **accumulated})
+    assert line.endswith(f"{plain} --global-batch-size 256 --batch-size 64")
