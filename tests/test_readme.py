@@ -1,4 +1,4 @@
-"""The README says what the recipes do: flags, differences between them, commands, functions, make targets."""
+"""The README says what the recipes do: flags, differences, commands, functions, make targets."""
 
 import json
 import re
@@ -115,13 +115,17 @@ def test_a_row_for_each_command_with_all_seeds(tmp_path):
 
 @pytest.mark.slow
 def test_every_launch_line_trains(tmp_path):
-    """Those of the README and at the top of the recipes, each with its own processes and flags, on less data; of those
-    with the same flags one, and without the launcher, which test_configs.py has."""
+    """Those of the README and at the top of the recipes, each with its own processes and flags, on
+    less data; of those with the same flags one, and without the launcher, which test_configs.py
+    has."""
     runs, commands = {}, set(COMMANDS[README])
     for path in (ROOT / "recipes").glob("*_cifar.py"):
         commands |= set(re.findall(r"^    (accelerate launch .*)", path.read_text(), re.MULTILINE))
     for command in sorted(commands):
-        pattern = r"(?:accelerate launch --config_file accelerate_configs/|torchrun --nproc_per_node )(\d).*?"
+        launchers = (
+            r"(?:accelerate launch --config_file accelerate_configs/|torchrun --nproc_per_node )"
+        )
+        pattern = launchers + r"(\d).*?"
         found = re.fullmatch(pattern + r"(recipes/\w+_cifar.py)(.*)", command)
         # A GPU is needed for fp16, and ResNet-50, which test_pipeline.py cuts, for that cut.
         if not found or "fp16" in command or "--split" in command:
@@ -140,7 +144,8 @@ def test_every_launch_line_trains(tmp_path):
 
 
 def test_every_other_command_is_one_that_is_run_elsewhere(monkeypatch):
-    """By test_bench.py, test_slurm.py, test_hosts.py and test_recipes.py, with these flags or others."""
+    """By test_bench.py, test_slurm.py, test_hosts.py and test_recipes.py, with these flags or
+    others."""
     bench, count = load("benchmarks/bench.py"), 0
     for command in COMMANDS[README] | COMMANDS[MEASUREMENTS]:
         program = re.search(r"(?:recipes|benchmarks)/(\w+\.\w+)", command)[1]
