@@ -615,9 +615,14 @@ def set_epoch(loader, epoch):
 
 def repeatable(dataset):
     """Return the dataset, or that of which it is a Subset, if it can repeat an epoch, or None."""
+    dataset = without_subset(dataset)
+    return dataset if hasattr(dataset, "set_epoch") else None
+
+
+def without_subset(dataset):
     while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset
-    return dataset if hasattr(dataset, "set_epoch") else None
+    return dataset
 
 
 def seed_rng(*key):
@@ -680,6 +685,13 @@ def check_loader(loader, drop_last):
     if batches.drop_last != drop_last or len(loader.dataset) == 0:
         rule = "training needs drop_last=True, the test drop_last=False and some samples"
         exit_with_error(f"load_data: {rule}")
+    dataset = without_subset(loader.dataset)
+    tensors = [(name, x) for name, x in vars(dataset).items() if torch.is_tensor(x)]
+    on_gpu = [name for name, tensor in tensors if tensor.device.type != "cpu"]
+    if on_gpu and (loader.num_workers or loader.pin_memory):
+        what = f"{type(dataset).__name__}.{on_gpu[0]} is on the GPU"
+        remedy = "set num_workers=0 and pin_memory=False, or keep it on the CPU"
+        exit_with_error(f"load_data: {what}, where workers and pinning fail: {remedy}")
 
 
 # -------------------------------------------------------------------------------------- checkpoints
