@@ -7,21 +7,28 @@
 benchmarks/results/; a measurement that was interrupted, or has failures, is refused.
 
 In benchmarks/results/, accuracy.md is the table of the summaries in accuracy/, by command and seed;
-long.svg is the learning curve of the one whose metrics are there, too. Between `<!-- FILE -->` and
-`<!-- end -->` stands FILE's text; after `<!-- FILE short -->` only the measured rows of its table,
-its command and its hardware. test_readme.py compares pages and files with what this makes.
+long.svg is the learning curve of the one whose metrics are there, too; screen.svg is what a
+terminal shows of the run in screen/, drawn by the recipe's own display from its metrics. Between
+`<!-- FILE -->` and `<!-- end -->` stands FILE's text; after `<!-- FILE short -->` only the measured
+rows of its table, its command and its hardware. test_readme.py compares pages and files with what
+this makes.
 """
 
 import argparse
+import importlib.util
+import io
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 LONG = RESULTS / "accuracy/ten-0.1-0.json"
+SCREEN = RESULTS / "screen/summary.json"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
 
 
@@ -123,6 +130,28 @@ def curve(summary, metrics):
     return "\n".join([*parts, "</svg>\n"])
 
 
+def screen(summary, metrics, lines=14):
+    """Return a picture (SVG) of the terminal at the end of a run, from the paths of its
+    summary.json and metrics.jsonl: the last lines of metrics, as the recipe's own Display shows
+    them, and its progress bar."""
+    summary = json.loads(summary.read_text())
+    path = ROOT / f"recipes/{summary['recipe']}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    terminal = {"file": io.StringIO(), "force_terminal": True, "width": 120, "record": True}
+    # Not soft_wrap: there is no terminal to wrap the lines.
+    recipe.Console = lambda **options: Console(**{**options, **terminal, "soft_wrap": False})
+    display = recipe.Display(True, summary["steps"], summary["steps"])
+    for line in [json.loads(line) for line in metrics.read_text().splitlines()][-lines:]:
+        about = {name: line.pop(name) for name in ("event", "epoch", "step", "time")}
+        head = f"step {about['step']}/{summary['steps']} epoch {about['epoch']}"
+        display.line(head, {name: x for name, x in line.items() if x is not None})
+    display.console.print(display.progress)
+    drawn = display.console.export_svg(title=launch_line(summary), unique_id="screen")
+    return drawn.replace("\u00a0", "&#160;")
+
+
 def short(content):
     """The measured rows of a result file's table, and a line with its command, its hardware,
     versions and date."""
@@ -174,6 +203,8 @@ def main():
         sys.exit(f"make_results: {problem}")
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
     (RESULTS / "long.svg").write_text(curve(LONG, LONG.with_suffix(".jsonl")))
+    drawn = screen(SCREEN, SCREEN.with_name("metrics.jsonl"))
+    (RESULTS / "screen.svg").write_text(drawn)
     for path in PAGES:
         path.write_text(filled(path.read_text()))
 

@@ -154,3 +154,16 @@ def test_a_cpu_without_bf16_instructions_trains_in_fp32_by_default(capability, m
     args = SimpleNamespace(precision=None, cpu=True)
     expected = ("fp32", EMULATED) if capability == "avx2" else ("bf16", "by default")
     assert recipe.choose_precision(args) == expected
+
+
+def test_weights_in_16_bits_are_an_error_at_the_start(tmp_path):
+    """As those of pretrained models often are: torch would fail at the first fp16 step only."""
+    end = '\nif __name__ == "__main__":'
+    bf16 = "fp32 = build_model\n\n\ndef build_model(args):\n    return fp32(args).bfloat16()\n"
+    script = tmp_path / "mine.py"
+    script.write_text(RECIPE.read_text().replace(end, f"\n{bf16}\n{end}"))
+    common = {"processes": 1, "script": script, "directory": tmp_path}
+    flags = [*FLAGS, "--precision", "bf16"]
+    ((codes, output),) = forked([{**common, "flags": flags}], tmp_path)
+    assert codes == [2] and "step 1/" not in output
+    assert "error: build_model: weights are torch.bfloat16, mixed precision needs fp32" in output

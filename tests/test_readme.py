@@ -12,7 +12,18 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, load, train_forked
-from make_results import LONG, PAGES, RESULTS, accuracy_table, curve, filled, launch_line, short
+from make_results import (
+    LONG,
+    PAGES,
+    RESULTS,
+    SCREEN,
+    accuracy_table,
+    curve,
+    filled,
+    launch_line,
+    screen,
+    short,
+)
 from safetensors.torch import load_file, save_file
 from test_recipes import RECIPES
 from torch import nn
@@ -97,6 +108,8 @@ def test_the_result_tables_are_those_of_the_result_files():
     shown = re.findall(r"^\| [\d.%, ]+ \| [\d, ]+ \| `accelerate launch .*$", README, re.MULTILINE)
     assert shown and set(shown) <= set(table.splitlines())
     assert (RESULTS / "long.svg").read_text() == curve(LONG, LONG.with_suffix(".jsonl"))
+    drawn = screen(SCREEN, SCREEN.with_name("metrics.jsonl"))
+    assert (RESULTS / "screen.svg").read_text() == drawn
     assert f"`{launch_line(json.loads(LONG.read_text()))}`" in MEASUREMENTS
 
 
