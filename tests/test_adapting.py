@@ -87,6 +87,7 @@ ON_VALIDATION = [
     )
     for pair in STOPPING
 ]
+# The lines of the page, on less data.
 LITTLE = ("synthetic_images(5120", "synthetic_images(64"), ("images(1024", "images(21")
 
 IMBALANCED = """
@@ -113,7 +114,8 @@ def build_model(args):
 def compute_loss(model, batch):
     inputs, labels = batch
     logits = model(inputs)
-    loss = F.cross_entropy(logits, labels, reduction="none")
+    class_weights = torch.tensor([1.0, 3.0])
+    loss = F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")
     return {"loss": loss, "rare": labels == 1, "sum": inputs.sum(1)}
 """
 
@@ -397,7 +399,6 @@ COPIES = {
     "validation": (
         "ddp_cifar",
         changes("A validation split"),
-        # The lines of the page, on less data.
         code("A validation split").replace(*LITTLE[0]).replace(*LITTLE[1]),
         [*SMALL, *EPOCHS],
         9,
@@ -614,7 +615,8 @@ def test_each_class_is_drawn_as_often_as_any_other(what, adapted, directory):
     succeeded(adapted, "balanced", "whole")
     run = outputs(directory / "balanced-whole")
     rare = [line["rare"] for line in run["train"]]
-    assert run["summary"]["test_rare"] == 12 / 96, "the test set stays as it is"
+    assert run["summary"]["test_rare"] == 12 / 96, "the test set stays, class weights or not"
+    assert said("class_weights.to(labels.device), reduction=") in IMBALANCED
     epochs = [sum(part) / 12 for part in (rare[:12], rare[12:])]
     assert epochs == pytest.approx([0.5, 0.5], abs=0.15)
     sums = [line["sum"] for line in run["train"]]
