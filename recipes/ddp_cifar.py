@@ -447,7 +447,8 @@ class Metrics:
         self.display.line(f"step {self.step}/{self.steps.total} epoch {epoch}", numbers)
 
     def finish(self, test, **more):
-        """Print the results and write summary.json, unless a finished run was evaluated again."""
+        """Print the results and write summary.json, unless a run that had ended, at the last step
+        or early, was evaluated again."""
         self.display.progress.stop()
         peaks = utils.gather_object([peak_memory(self.accelerator)])
         lines = [json.loads(line) for line in self.text.splitlines()]
@@ -467,7 +468,7 @@ class Metrics:
         }
         self.display.show("results", results)
         path = Path(self.config["output_dir"], "summary.json")
-        evaluated_again = path.exists() and self.steps.done == self.steps.total
+        evaluated_again = path.exists() and 0 < self.steps.done == self.step
         if self.accelerator.is_main_process and not evaluated_again:
             temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
             temporary.write_text(json.dumps({**self.config, **results}, indent=2) + "\n")

@@ -87,6 +87,7 @@ ON_VALIDATION = [
     )
     for pair in STOPPING
 ]
+# The lines of the page, on less data.
 LITTLE = ("synthetic_images(5120", "synthetic_images(64"), ("images(1024", "images(21")
 
 IMBALANCED = """
@@ -113,7 +114,8 @@ def build_model(args):
 def compute_loss(model, batch):
     inputs, labels = batch
     logits = model(inputs)
-    loss = F.cross_entropy(logits, labels, reduction="none")
+    class_weights = torch.tensor([1.0, 3.0])
+    loss = F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")
     return {"loss": loss, "rare": labels == 1, "sum": inputs.sum(1)}
 """
 
@@ -245,9 +247,133 @@ def build_model(args):
     return TwoTowers()
 """
 
-ADDED = "            metrics.add(step, values)\n"
-STOP = "            if str(step) == os.environ.get('STOP_AT'):\n"
-STOP += "                os.kill(os.getpid(), signal.SIGTERM)\n"
+# Rows of the tables, several in one copy each.
+CLASSES = """
+class Sometimes(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if not self.training or torch.rand(()) < 0.5 else x
+
+
+def load_data(args, accelerator):
+    labels = (torch.arange(96) % 3 == 0).long()
+    inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3)) + labels[:, None]
+    dataset = torch.utils.data.TensorDataset(inputs, labels)
+    train_loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
+    return train_loader, DataLoader(torch.utils.data.Subset(dataset, range(45)), args.batch_size)
+
+
+def build_model(args):
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), Sometimes(8, 8), nn.Dropout(0.1), Sometimes(8, 8), nn.Linear(8, 2)
+    return nn.Sequential(*layers)
+
+
+def compute_loss(model, batch):
+    inputs, labels = batch
+    logits = model(inputs)
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return {"loss": loss, "score": logits.softmax(1)[:, 1], "label": labels == 1}
+
+
+def area_under_curve(rows):
+    score, label = rows[:, 1], rows[:, 2] == 1
+    return (score[label][:, None] > score[~label]).float().mean()
+"""
+MIXED = """
+not_mixed = compute_loss
+
+
+def compute_loss(model, batch):
+    inputs, labels = batch
+    if model.training:
+        inputs = torch.lerp(inputs, inputs.roll(1, 0), random.random())
+    return not_mixed(model, (inputs, labels))
+"""
+
+
+def said(text):
+    """A snippet that is on the page."""
+    assert text in PAGE, text
+    return text
+
+
+def in_profile(recipe):
+    source = (ROOT / f"recipes/{recipe}.py").read_text()
+    pattern = r"^    for epoch in steps.*?(?=^    with hang)"
+    (loop,) = re.findall(pattern, source, re.DOTALL | re.MULTILINE)
+    around = said('with accelerator.profile(utils.ProfileKwargs(output_trace_dir="trace")):')
+    return loop, f"    {around}\n" + re.sub(r"^(?=.)", "    ", loop, flags=re.MULTILINE)
+
+
+STATES = '    states = {"model": plain_model, "optimizer": optimizer, "scheduler": scheduler}\n'
+AVERAGED = [
+    said(
+        "ema = torch.optim.swa_utils.AveragedModel(plain_model, accelerator.device, "
+        "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))"
+    ),
+    said(
+        "optimizer.optimizer.register_step_post_hook(lambda *_: ema.update_parameters(plain_model))"
+    ),
+    said('states["ema"] = ema'),
+]
+LAMBDA = "torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
+COSINE = said("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, total_steps))")
+TESTED = "test_metrics(metrics, sums, len(loader.dataset))"
+AREA = said('return {**test_metrics(...), "auroc": float(...)}')
+AREA = AREA.replace("test_metrics(...)", TESTED)
+AREA = AREA.replace("float(...)", "float(area_under_curve(torch.cat(collected)))")
+COLLECTED = "    sums = 0\n    with", "    sums = 0\n    collected = []\n    with"
+AREA = [COLLECTED, (f"return {TESTED}", AREA)]
+SUMMED = "            sums += rows.sum(0)\n"
+NOT_FUSED = ", " + said('"fused": True') + "}", "}"
+FIND_UNUSED = said("find_unused_parameters=True")
+ROWS = [
+    in_profile("ddp_cifar"),
+    (STATES, STATES + "".join(f"    {line}\n" for line in AVERAGED)),
+    (
+        "test = evaluate(accelerator, model, test_loader, hang)",
+        f"test = {said('evaluate(accelerator, ema, test_loader, hang)')}",
+    ),
+    ("save_model(model, args.output_dir)", said("save_model(ema.module, args.output_dir)")),
+    ("gradient_as_bucket_view=True)", f"gradient_as_bucket_view=True, {FIND_UNUSED})"),
+    NOT_FUSED,
+    (LAMBDA, COSINE),
+    *AREA,
+    (SUMMED, SUMMED + "            collected.append(rows)\n"),
+]
+PIPELINES = [
+    ("gradient_as_bucket_view=True\n", f"gradient_as_bucket_view=True, {FIND_UNUSED}\n"),
+    NOT_FUSED,
+    (LAMBDA, COSINE),
+    *AREA,
+    (SUMMED, f"{SUMMED}            collected += {said('utils.gather_object([rows.cpu()])')}\n"),
+]
+LATE = said("LambdaLR(optimizer, [f, lambda step: f(step) if step >= 1000 else 0.0])")
+LATE = LATE.replace("1000", "6").replace("f(", "factor(").replace("[f,", "[factor,")
+GROUPS = '[{"params": model[0].parameters()}, {"params": model[4].parameters()}], lr=peak'
+SECOND = """    second = torch.optim.AdamW(plain_model[1:4].parameters(), lr=1e-2)
+    second = accelerator.prepare(second)
+    states["second"] = second
+"""
+# A second optimizer, and a group of the first that begins late.
+OPTIMIZERS = [
+    ("gradient_as_bucket_view=True)", f"gradient_as_bucket_view=True, {FIND_UNUSED})"),
+    NOT_FUSED,
+    ("SGD(model.parameters(), lr=peak", f"SGD({GROUPS}"),
+    (LAMBDA, f"torch.optim.lr_scheduler.{LATE}"),
+    (STATES, STATES + SECOND),
+    ("seed, clip_norm):", "seed, clip_norm, second):"),
+    ("(args.seed, step), clip_norm\n", "(args.seed, step), clip_norm, second\n"),
+    ("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n"),
+    ("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    second.zero_grad()\n"),
+]
+
+ADDED = "metrics.add(step, values)"
+STOP = """
+def stop_at(step):
+    if str(step) == os.environ.get("STOP_AT"):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
 EPOCHS = ["--epochs", 2]
 MANY_EPOCHS = ["--epochs", 20, "--patience", 3, "--lr", 0.5]
 DETECTOR = code("Object detection") + DETECTION
@@ -273,7 +399,6 @@ COPIES = {
     "validation": (
         "ddp_cifar",
         changes("A validation split"),
-        # The lines of the page, on less data.
         code("A validation split").replace(*LITTLE[0]).replace(*LITTLE[1]),
         [*SMALL, *EPOCHS],
         9,
@@ -290,6 +415,12 @@ COPIES = {
     "detection-each": ("ddp_cifar", changes("Object detection"), EACH, EPOCHS, None),
     "contrast": ("ddp_cifar", [], CONTRAST, [*EPOCHS, "--lr", 8], 5),
 }
+COPIES |= {
+    "rows": ("ddp_cifar", ROWS, CLASSES + MIXED, EPOCHS, 15),
+    "optimizers": ("ddp_cifar", OPTIMIZERS, CLASSES, EPOCHS, 3),
+    "pipelines": ("pipeline_cifar", PIPELINES, CLASSES, [*EPOCHS, "--microbatches", 2], 15),
+}
+PROCESSES = {"pipelines": 4}
 GLOBAL_BATCH = {"detection": 4, "detection-each": 4}
 
 
@@ -323,15 +454,16 @@ def adapted(directory, request):
     wanted = {item.callspec.params.get("what") for item in items if hasattr(item, "callspec")}
     write_files(directory)
 
-    def described(what, output, processes=2, flags=(), **env):
+    def described(what, output, processes=None, flags=(), **env):
         recipe, replacements, project, own_flags, _ = COPIES[what]
-        # One after the other: a line may be changed twice.
         script = directory / f"{what}.py"
         if not script.exists():
-            copy(recipe, script, *replacements, (ADDED, ADDED + STOP), project=project)
+            stop = ADDED, f"{ADDED}, stop_at(step)"
+            copy(recipe, script, *replacements, stop, project=project + STOP)
         batch = GLOBAL_BATCH.get(what, 8)
         flags = ["--cpu", "--log-every", 1, "--global-batch-size", batch, *own_flags, *flags]
         flags += ["--output-dir", f"{what}-{output}"]
+        processes = processes or PROCESSES.get(what, 2)
         run = {"processes": processes, "script": script, "flags": flags, "directory": directory}
         return {**run, "env": env}
 
@@ -450,10 +582,10 @@ def test_the_same_command_does_not_train_on_after_an_early_stop(adapted, directo
         path = directory / f"{what}-{first}"
         before, after = (json.loads((path / f"{x}.json").read_text()) for x in ("first", "second"))
         steps = outputs(path)["train"][-1]["step"]
-        assert after["resumed_from"] == steps < after["steps"]
-        assert after["test_loss"] == before["test_loss"]
-        assert after["measured_samples"] == 0
+        assert before == after and steps < after["steps"]
         text = adapted[what, again][1]
+        assert f"\n  resumed_from: {steps}\n" in text
+        assert f"\n  test_loss: {before['test_loss']}\n" in text
         assert not re.search(r"^step \d+/.* loss", text, re.MULTILINE) or first == "saved"
         assert [line["step"] for line in outputs(path)["train"]] == [*range(1, steps + 1)]
 
@@ -483,7 +615,8 @@ def test_each_class_is_drawn_as_often_as_any_other(what, adapted, directory):
     succeeded(adapted, "balanced", "whole")
     run = outputs(directory / "balanced-whole")
     rare = [line["rare"] for line in run["train"]]
-    assert run["summary"]["test_rare"] == 12 / 96, "the test set stays as it is"
+    assert run["summary"]["test_rare"] == 12 / 96, "the test set stays, class weights or not"
+    assert said("class_weights.to(labels.device), reduction=") in IMBALANCED
     epochs = [sum(part) / 12 for part in (rare[:12], rare[12:])]
     assert epochs == pytest.approx([0.5, 0.5], abs=0.15)
     sums = [line["sum"] for line in run["train"]]
@@ -565,6 +698,61 @@ def test_a_contrastive_loss_is_that_of_one_process_with_the_whole_batch(what, ad
     # Of each pair against 21, not against those of a batch.
     assert two["summary"]["test_loss"] == pytest.approx(one["summary"]["test_loss"], rel=1e-6)
     assert math.log(8) < two["summary"]["test_loss"]
+
+
+@pytest.mark.parametrize("what", ["rows"])
+def test_the_average_of_the_weights_is_evaluated_and_saved(what, adapted, directory):
+    succeeded(adapted, what, "whole")
+    run = outputs(directory / "rows-whole")
+    weights = load_file(run["weights"])
+    saved = torch.load(directory / "rows-whole/step-00000024.pt", weights_only=True)["states"]
+    averages = {k.removeprefix("module."): x for k, x in saved["ema"].items()}
+    assert all(torch.equal(weights[name], averages[name]) for name in weights)
+    assert not all(torch.equal(weights[name], saved["model"][name]) for name in weights)
+    recipe = load("recipes/ddp_cifar.py")
+    space = {**vars(recipe), "args": None}
+    exec(CLASSES, space)
+    model = space["build_model"](None).eval()
+    model.load_state_dict(weights)
+    dataset = space["load_data"](recipe.argparse.Namespace(batch_size=45), None)[1].dataset
+    metrics = space["compute_loss"](model, torch.utils.data.default_collate([*dataset]))
+    area = space["area_under_curve"](recipe.sample_rows(metrics)).item()
+    assert run["summary"]["auroc"] == pytest.approx(area, abs=1e-3) and area != 0.5
+    assert run["summary"]["test_loss"] == pytest.approx(metrics["loss"].mean().item(), rel=1e-5)
+    assert "traceEvents" in json.loads((directory / "trace/profile_0.json").read_text())
+
+
+@pytest.mark.parametrize("what", ["pipelines"])
+def test_a_metric_of_the_whole_test_set_in_pipelines(what, adapted, directory):
+    succeeded(adapted, what, "whole")
+    run = outputs(directory / "pipelines-whole")
+    recipe = load("recipes/ddp_cifar.py")
+    space = {**vars(recipe), "args": None}
+    exec(CLASSES, space)
+    model = space["build_model"](None).eval()
+    model.load_state_dict(load_file(run["weights"]))
+    dataset = space["load_data"](recipe.argparse.Namespace(batch_size=45), None)[1].dataset
+    metrics = space["compute_loss"](model, torch.utils.data.default_collate([*dataset]))
+    area = space["area_under_curve"](recipe.sample_rows(metrics)).item()
+    assert run["summary"]["pipelines"] == 2 and run["summary"]["samples"] == 45
+    assert run["summary"]["auroc"] == pytest.approx(area, abs=1e-3) and area != 0.5
+
+
+@pytest.mark.parametrize("what", ["optimizers"])
+def test_a_group_of_parameters_begins_late_and_a_second_optimizer_early(what, adapted, directory):
+    succeeded(adapted, what, "whole")
+    space = {**vars(load("recipes/ddp_cifar.py"))}
+    exec(CLASSES, space)
+    initial = space["build_model"](None).state_dict()
+    early = torch.load(directory / "optimizers-stopped/step-00000004.pt", weights_only=True)
+    final = load_file(directory / "optimizers-whole/model.safetensors")
+    changed = {
+        name
+        for name, value in early["states"]["model"].items()
+        if not torch.equal(value, initial[name])
+    }
+    assert changed == {f"{i}.{kind}" for i in (0, 1, 3) for kind in ("weight", "bias")}
+    assert not any(torch.equal(value, initial[name]) for name, value in final.items())
 
 
 def test_weight_is_said_not_to_be_for_class_weights():
