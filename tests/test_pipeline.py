@@ -225,6 +225,12 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
+def test_the_groups_of_stages_and_replicas_have_the_timeout_of_all(gradients):
+    timeouts = gradients[4]["timeouts"]
+    assert timeouts and set(timeouts) == {recipe.TIMEOUT.total_seconds()}
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory):
     directory, runs = tmp_path_factory.mktemp("refused"), []

@@ -4,7 +4,8 @@ The recipe's own functions train for one step, whose update is the gradient itse
 with momentum; the unsplit model does the same in one process. In float64: at its start ResNet-50
 turns a rounding error of float32 into a hundredth of its gradient within one step, whatever
 computes it. Writes to argv[1], for samples without weights ("equal") and with ("weighted"):
-{case: [largest deviation of an update, largest update, loss of the last step, the reference's]}
+{case: [largest deviation of an update, largest update, loss of the last step, the reference's]};
+and the "timeouts" of the process groups, in seconds
 """
 
 import copy
@@ -17,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from conftest import load, undo_zero_init
 from torch import distributed
+from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 
 recipe = load("recipes/pipeline_cifar.py")
@@ -185,7 +187,12 @@ if accelerator.num_processes == 2:
         compare("resnet50", "gpipe", 2, split, batch=8)
 if accelerator.num_processes == 4:
     compare("resnet50", "1f1b", 2, steps=2, batch=8)
+# Those that the pipelines have made: all but the default one.
+_, *groups = [group for group in distributed_c10d._world.pg_map if group is not None]
+backends = [group._get_backend(torch.device("cpu")) for group in groups]
+timeouts = [backend.options._timeout.total_seconds() for backend in backends]
 if accelerator.is_main_process:
-    path.write_text(json.dumps({"equal": answers, "weighted": weighted_answers}))
+    answer = {"equal": answers, "weighted": weighted_answers, "timeouts": timeouts}
+    path.write_text(json.dumps(answer))
 accelerator.free_memory()
 accelerator.end_training()
