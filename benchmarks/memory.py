@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much GPU memory a training needs, computed without a GPU: `bench.py --memory`.
+
+    python benchmarks/bench.py --memory
+    python benchmarks/bench.py --memory recipes/sharded_cifar.py --precision bf16 --batch-size 64
+    python benchmarks/bench.py --memory mine.py --model large
+
+Without a file: all recipes with ResNet-50 (CIFAR stem, 32 x 32) and with a ViT-L/16 (224 x 224), on
+1, 2, 4 and 8 GPUs, written to `--output-dir` (benchmarks/results) as memory.md. With a recipe or a
+copy of one, and its flags: that training, with its own `load_data`, `build_model`, `compute_loss`,
+`make_optimizer` and `train_step`. Of `--data cifar10 synthetic`, synthetic is the default here.
+
+Two optimizer steps run on fake tensors, which have shapes but no memory. A dispatch mode adds up
+the storages that are alive after every operation: weights, gradients, momentum, saved activations,
+what the backward pass needs meanwhile, FSDP's gathered units (over a process group without peers),
+DDP's buckets, the microbatches that a pipeline's schedule holds. Two batch sizes give each moment
+of a step as a constant and a part per sample: a model whose memory is not linear in the batch, such
+as a loss over all pairs, is not described by that.
+
+Not counted, and left to a margin of 2 GiB: CUDA's context, NCCL's buffers, workspaces of cuDNN and
+cuBLAS, what the caching allocator rounds up, a data set that is kept on the GPU (CIFAR-10: 0.2
+GiB). `torch.compile` changes what is saved; evaluations and checkpoints need less than a step.
+"""
+
+import argparse
+import gc
+import importlib.util
+import inspect
+import math
+import sys
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from weakref import ref
+
+import torch
+from accelerate import utils
+from torch import distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torchvision.models.vision_transformer import EncoderBlock
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+MARGIN = 2 * GIB
+CARDS = (16, 24, 40, 80, 141)  # in GB of 10^9 bytes: no card of that name has less
+COUNTS = (1, 2, 4, 8)
+VARIANTS = [
+    ("data_parallel_cifar", ""),
+    ("ddp_cifar", ""),
+    ("amp_cifar", "--precision bf16"),
+    ("pipeline_cifar", ""),
+    ("pipeline_cifar", "--precision bf16 --schedule 1f1b"),
+    ("sharded_cifar", ""),
+    ("sharded_cifar", "--precision bf16"),
+    ("sharded_cifar", "--precision bf16 --activation-checkpointing"),
+]
+
+
+# ---------------------------------------------------------------------------------- counting bytes
+class LiveBytes(TorchDispatchMode):
+    """Adds up the bytes of all storages that operations have made and that are still alive.
+
+    `live` is the sum now, `timeline` the sums after each operation since it was last cleared.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live = 0
+        self.timeline = []
+        self.storages = {}  # {address: (weak reference, bytes)}
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self.counted_resize()  # by which FSDP frees and allocates
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it comes here again, with the local tensors
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.device.type != "meta":
+                self.count(tensor.untyped_storage())
+        self.timeline.append(self.live)
+        return result
+
+    def counted_resize(self):
+        def resize(storage, size):
+            result = self.resize(storage, size)
+            self.count(storage)
+            return result
+
+        return resize
+
+    def count(self, storage):
+        """Count a storage that is new, or has another size than before."""
+        address = storage._cdata
+        reference, before = self.storages.get(address, (None, 0))
+        if reference is None:
+            reference = ref(storage, partial(self.forget, address))
+        size = storage.nbytes()
+        self.storages[address] = reference, size
+        self.live += size - before
+
+    def forget(self, address, _):
+        _, size = self.storages.pop(address)
+        self.live -= size
+
+
+class CudaCasts(TorchFunctionMode):
+    """Casts to fp32 what autocast computes in fp32 on CUDA, but not on CPU."""
+
+    functions = (F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.functions and torch.is_autocast_enabled("cpu"):
+            args = (utils.convert_to_fp32(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class Need:
+    """What a process holds during an optimizer step: at each moment a constant and a part for each
+    sample of its batch, in bytes."""
+
+    def __init__(self, sizes, timelines):
+        """`timelines`: the sums of bytes at the moments of a step, of each of two batch sizes.
+        Raise RuntimeError if they have different moments."""
+        low, high = timelines
+        if len(low) != len(high):
+            found = f"{len(low)} operations with {sizes[0]} samples, {len(high)} with {sizes[1]}"
+            raise RuntimeError(f"the step is not the same for each batch size: {found}")
+        self.moments = set()
+        for before, after in zip(low, high, strict=True):
+            each = (after - before) / (sizes[1] - sizes[0])
+            self.moments.add((before - each * sizes[0], each))
+
+    def bytes(self, batch):
+        return max(constant + each * batch for constant, each in self.moments)
+
+    def per_sample(self):
+        """Return what one more sample costs in a large batch."""
+        return max(each for _, each in self.moments)
+
+    def largest_batch(self, available):
+        """Return the largest batch for which so many bytes suffice, or 0."""
+        if self.bytes(0) > available:
+            return 0
+        limits = [(available - constant) / each for constant, each in self.moments if each > 0]
+        return math.floor(min(limits))
+
+
+# ------------------------------------------------------------------- what stands for the processes
+class FakeAccelerator:
+    """What `load_data`, `shard` and `train_step` use of the Accelerator, for one of N processes."""
+
+    device = torch.device("cpu")
+    process_index = 0
+    local_process_index = 0
+    is_main_process = True
+    is_local_main_process = True
+    optimizer_step_was_skipped = False
+    scaler = None
+    cpu_group = None
+
+    def __init__(self, processes=1, microbatches=1):
+        self.num_processes = processes
+        self.gradient_accumulation_steps = microbatches
+        self.sync_gradients = True
+        self.begun = 0
+
+    @contextmanager
+    def accumulate(self, model):
+        self.begun += 1
+        self.sync_gradients = self.begun % self.gradient_accumulation_steps == 0
+        yield
+
+    def main_process_first(self):
+        return nullcontext()
+
+    local_main_process_first = main_process_first
+
+    def backward(self, loss):
+        (loss / self.gradient_accumulation_steps).backward()
+
+    def reduce(self, tensor):
+        return tensor.clone()
+
+    def clip_grad_norm_(self, parameters, norm):
+        return nn.utils.clip_grad_norm_(parameters, norm)
+
+    def print(self, *_):
+        pass
+
+
+@contextmanager
+def fake_group(processes):
+    """A default process group of so many processes, of which only this one, rank 0, is there."""
+    distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+class Buckets:
+    """DDP's buckets, into which it copies each gradient as soon as it is there, and which then is a
+    view of them (gradient_as_bucket_view); not before the last of the accumulated microbatches."""
+
+    def __init__(self, model, is_last):
+        self.is_last = is_last
+        self.views = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self.views[parameter] = torch.empty_like(parameter, requires_grad=False)
+                parameter.register_post_accumulate_grad_hook(self.copy)
+
+    def copy(self, parameter):
+        if self.is_last():
+            view = self.views[parameter]
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+
+class Replicate(torch.autograd.Function):
+    """The parameters of DataParallel's replica on the first GPU. Backward, all gradients are there
+    until they have been added to those of the other GPUs, in new tensors."""
+
+    @staticmethod
+    def forward(ctx, *parameters):
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return tuple(gradient.clone() for gradient in gradients)
+
+
+class FirstReplica(nn.Module):
+    """What nn.DataParallel on several GPUs does on the first of them."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        parameters = dict(self.module.named_parameters())
+        replica = dict(zip(parameters, Replicate.apply(*parameters.values()), strict=True))
+        return torch.func.functional_call(self.module, replica, args, kwargs)
+
+
+# ------------------------------------------------------------------------------------ the techniques
+def technique_of(recipe):
+    """Return which technique a recipe, or a copy of one, has."""
+    if hasattr(recipe, "shard"):
+        return "sharded"
+    if hasattr(recipe, "Pipeline"):
+        return "pipeline"
+    if hasattr(recipe, "choose_precision"):
+        return "amp"
+    return "data_parallel" if "nn.DataParallel(" in inspect.getsource(recipe.main) else "ddp"
+
+
+def build_on_meta(recipe, args):
+    """Return the model without memory; if `build_model` cannot do that, built on the CPU first."""
+    try:
+        with torch.device("meta"):
+            return recipe.build_model(args).to("meta")
+    except Exception:
+        return recipe.build_model(args).to("meta")
+
+
+class Training:
+    """An optimizer step of a recipe on fake tensors, by one of N processes.
+
+    `batch_size` is that of a replica of the model: of a process, of a pipeline's two processes, of
+    one of DataParallel's GPUs.
+    """
+
+    def __init__(self, recipe, args, processes, example, on_cuda=True):
+        """`example`: a batch of `load_data`, real. `on_cuda`: as CUDA does it, where the CPU, with
+        which tests compare, does it in another way."""
+        self.recipe = recipe
+        self.args = args
+        self.processes = processes
+        self.example = example
+        self.on_cuda = on_cuda
+        self.technique = technique_of(recipe)
+        self.in_16_bits = getattr(args, "precision", "fp32") != "fp32"  # amp's default: bf16
+        self.stages = range(2 if self.technique == "pipeline" else 1)
+        self.multiple = args.microbatches if self.technique == "pipeline" else 1
+        self.replicas = processes // len(self.stages)
+
+    def needs(self):
+        """Return the Need of each process that differs from the others: the pipeline's stages."""
+        sizes = 2 * self.multiple, 4 * self.multiple  # BatchNorm needs two samples
+        timelines = [[self.timeline(size, stage) for size in sizes] for stage in self.stages]
+        return [Need(sizes, both) for both in timelines]
+
+    def timeline(self, batch_size, stage=0):
+        """Return the bytes alive after each operation of the second optimizer step."""
+        accumulates = (self.args.global_batch_size or 0) > self.args.batch_size * self.replicas
+        accelerator = FakeAccelerator(self.processes, 2 if accumulates else 1)
+        args = SimpleNamespace(**vars(self.args))
+        args.batch_size = batch_size
+        args.global_batch_size = batch_size * self.replicas
+        gc.collect()
+        with ExitStack() as stack:
+            stack.enter_context(fake_group(self.processes))
+            model = build_on_meta(self.recipe, args)
+            if self.technique == "sharded":
+                mesh = self.recipe.make_mesh(accelerator, args)
+                self.recipe.shard(model, args, mesh)
+            elif self.technique == "pipeline":
+                both = self.recipe.cut(self.recipe.model_blocks(model), args)
+                model = [self.recipe.Stage(part, self.autocast) for part in both]
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            boundary = None
+            if self.technique == "pipeline":
+                boundary = self.boundary(model, batch_size)
+                model = model[stage]
+            counter = stack.enter_context(LiveBytes())
+            if self.on_cuda:
+                stack.enter_context(CudaCasts())
+            model.to_empty(device="cpu")
+            return self.second_step(counter, accelerator, model, args, stage, boundary)
+
+    def second_step(self, counter, accelerator, model, args, stage, boundary):
+        optimizer, scheduler = self.recipe.make_optimizer(model, args, 10)
+        for group in optimizer.param_groups:
+            if self.on_cuda and not group.get("fused") and group.get("foreach", 1) is None:
+                group["foreach"] = True  # CUDA's default
+        buckets = None
+        if self.technique == "pipeline":
+            buckets = self.replicas > 1 and Buckets(model, lambda: self.is_last_part)
+        elif self.technique == "sharded":
+            if not args.sync_each_batch:
+                model.register_forward_pre_hook(
+                    lambda *_: model.set_requires_gradient_sync(accelerator.sync_gradients)
+                )
+        elif self.technique == "data_parallel":
+            model = FirstReplica(model) if self.processes > 1 else model
+        else:
+            buckets = self.processes > 1 and Buckets(model, lambda: accelerator.sync_gradients)
+            if self.in_16_bits:
+                model.forward = self.in_autocast(model.forward)
+        ahead = self.batch(args.batch_size)  # Accelerate's loader is one batch ahead
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                counter.timeline.clear()
+                batches = [self.batch(args.batch_size)] * accelerator.gradient_accumulation_steps
+                if boundary is None:
+                    common = accelerator, model, optimizer, scheduler, batches, (0, 1)
+                    self.recipe.train_step(*common, getattr(args, "clip_norm", None))
+                else:
+                    for batch in batches:
+                        self.pass_stage(model, stage, batch, boundary)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return list(counter.timeline)
+        finally:
+            gc.enable()
+            del ahead, buckets
+
+    def batch(self, size):
+        """Return the example with so many samples, fake."""
+        samples = len(next(x for x in tree_leaves(self.example) if torch.is_tensor(x)))
+
+        def resized(x):
+            if not torch.is_tensor(x) or x.dim() == 0 or len(x) != samples:
+                return x
+            channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+            layout = torch.channels_last if channels_last else torch.contiguous_format
+            return torch.empty((size, *x.shape[1:]), dtype=x.dtype, memory_format=layout)
+
+        return tree_map(resized, self.example)
+
+    def autocast(self):
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.in_16_bits)
+
+    def in_autocast(self, forward):
+        """Return a model's forward pass as Accelerate wraps it."""
+
+        def wrapped(*args, **kwargs):
+            with self.autocast():
+                outputs = forward(*args, **kwargs)
+            return utils.convert_to_fp32(outputs)
+
+        return wrapped
+
+    # ------------------------------------------------------------------------------- the pipeline
+    def boundary(self, stages, batch_size):
+        """Return (shape, dtype) of what the first stage sends for a microbatch."""
+        images, _ = self.batch(batch_size // self.args.microbatches)
+        with torch.no_grad():
+            sent = stages[0](images.to("meta"))
+        return sent.shape, sent.dtype
+
+    def pass_stage(self, model, stage, batch, boundary):
+        """Take a batch forward and backward through one stage, as torch's schedules do: received
+        tensors are allocated as they are needed; GPipe waits for what it has sent at its end."""
+        count = self.args.microbatches
+        gpipe = self.args.schedule == "gpipe"
+        last = stage == len(self.stages) - 1
+        inputs, targets = (torch.tensor_split(part, count) for part in batch)
+        shape, dtype = boundary
+        held = {}
+        outputs = []
+        sent = []
+
+        def forward(index):
+            received = inputs[index]
+            if last:
+                received = torch.empty(shape, dtype=dtype).requires_grad_()
+            output = model(received)
+            loss = None
+            if last:
+                parts = (count, 1)
+                loss = self.recipe.part_of_loss(output, targets[index], parts)
+                outputs.append(output)
+            held[index] = received, output, loss
+
+        def backward(index):
+            received, output, loss = held.pop(index)
+            self.is_last_part = index == count - 1
+            if last:
+                loss.backward()
+                if not gpipe:
+                    sent.clear()
+                sent.append(received.grad)
+            else:
+                output.backward(torch.empty(shape, dtype=dtype))
+
+        in_flight = count if gpipe else min(count, len(self.stages) - stage)
+        for index in range(in_flight):
+            forward(index)
+        for index in range(count):
+            backward(index)
+            if index + in_flight < count:
+                forward(index + in_flight)
+        if last:
+            torch.cat(outputs)
