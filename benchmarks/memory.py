@@ -10,7 +10,7 @@ Without a file: all recipes with ResNet-50 (CIFAR stem, 32 x 32) and with a ViT-
 copy of one, and its flags: that training, with its own `load_data`, `build_model`, `compute_loss`,
 `make_optimizer` and `train_step`. Of `--data cifar10 synthetic`, synthetic is the default here.
 
-Two optimizer steps run on fake tensors, which have shapes but no memory. A dispatch mode adds up
+Some optimizer steps run on fake tensors, which have shapes but no memory. A dispatch mode adds up
 the storages that are alive after every operation: weights, gradients, momentum, saved activations,
 what the backward pass needs meanwhile, FSDP's gathered units (over a process group without peers),
 DDP's buckets, the microbatches that a pipeline's schedule holds. Two batch sizes give each moment
@@ -270,15 +270,6 @@ def technique_of(recipe):
     return "data_parallel" if "nn.DataParallel(" in inspect.getsource(recipe.main) else "ddp"
 
 
-def build_on_meta(recipe, args):
-    """Return the model without memory; if `build_model` cannot do that, built on the CPU first."""
-    try:
-        with torch.device("meta"):
-            return recipe.build_model(args).to("meta")
-    except Exception:
-        return recipe.build_model(args).to("meta")
-
-
 class Training:
     """An optimizer step of a recipe on fake tensors, by one of N processes.
 
@@ -307,7 +298,7 @@ class Training:
         return [Need(sizes, both) for both in timelines]
 
     def timeline(self, batch_size, stage=0):
-        """Return the bytes alive after each operation of the second optimizer step."""
+        """Return the bytes alive after each operation of an optimizer step."""
         accumulates = (self.args.global_batch_size or 0) > self.args.batch_size * self.replicas
         accelerator = FakeAccelerator(self.processes, 2 if accumulates else 1)
         args = SimpleNamespace(**vars(self.args))
@@ -316,25 +307,19 @@ class Training:
         gc.collect()
         with ExitStack() as stack:
             stack.enter_context(fake_group(self.processes))
-            model = build_on_meta(self.recipe, args)
+            model = self.stage(stage)
+            boundary = self.technique == "pipeline" and self.boundary(batch_size)
             if self.technique == "sharded":
                 mesh = self.recipe.make_mesh(accelerator, args)
                 self.recipe.shard(model, args, mesh)
-            elif self.technique == "pipeline":
-                both = self.recipe.cut(self.recipe.model_blocks(model), args)
-                model = [self.recipe.Stage(part, self.autocast) for part in both]
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            boundary = None
-            if self.technique == "pipeline":
-                boundary = self.boundary(model, batch_size)
-                model = model[stage]
             counter = stack.enter_context(LiveBytes())
             if self.on_cuda:
                 stack.enter_context(CudaCasts())
             model.to_empty(device="cpu")
-            return self.second_step(counter, accelerator, model, args, stage, boundary)
+            return self.run_steps(counter, accelerator, model, args, stage, boundary)
 
-    def second_step(self, counter, accelerator, model, args, stage, boundary):
+    def run_steps(self, counter, accelerator, model, args, stage, boundary):
         optimizer, scheduler = self.recipe.make_optimizer(model, args, 10)
         for group in optimizer.param_groups:
             if self.on_cuda and not group.get("fused") and group.get("foreach", 1) is None:
@@ -357,10 +342,12 @@ class Training:
         gc.collect()
         gc.disable()
         try:
-            for _ in range(2):
+            # The second is like all later ones. DTensor works out the sharding of an operation in
+            # the first step that has it, on tensors that would be counted: then the third.
+            for _ in range(3 if self.technique == "sharded" else 2):
                 counter.timeline.clear()
                 batches = [self.batch(args.batch_size)] * accelerator.gradient_accumulation_steps
-                if boundary is None:
+                if not boundary:
                     common = accelerator, model, optimizer, scheduler, batches, (0, 1)
                     self.recipe.train_step(*common, getattr(args, "clip_norm", None))
                 else:
@@ -372,6 +359,19 @@ class Training:
         finally:
             gc.enable()
             del ahead, buckets
+
+    def stage(self, stage):
+        """Return the model, or a stage of it, without memory."""
+        try:
+            with torch.device("meta"):
+                model = self.recipe.build_model(self.args)
+        except Exception:  # it reads values, such as pretrained weights: on the CPU first
+            model = self.recipe.build_model(self.args)
+        model = model.to("meta")
+        if self.technique != "pipeline":
+            return model
+        blocks = self.recipe.cut(self.recipe.model_blocks(model), self.args)
+        return self.recipe.Stage(blocks[stage], self.autocast)
 
     def batch(self, size):
         """Return the example with so many samples, fake."""
@@ -400,11 +400,13 @@ class Training:
         return wrapped
 
     # ------------------------------------------------------------------------------- the pipeline
-    def boundary(self, stages, batch_size):
+    def boundary(self, batch_size):
         """Return (shape, dtype) of what the first stage sends for a microbatch."""
-        images, _ = self.batch(batch_size // self.args.microbatches)
-        with torch.no_grad():
-            sent = stages[0](images.to("meta"))
+        stage = self.stage(0)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            stage.to_empty(device="cpu")
+            inputs, _ = self.batch(batch_size // self.args.microbatches)
+            sent = stage(inputs)
         return sent.shape, sent.dtype
 
     def pass_stage(self, model, stage, batch, boundary):
@@ -417,6 +419,7 @@ class Training:
         shape, dtype = boundary
         held = {}
         outputs = []
+        losses = []  # kept, with what their graphs refer to, until the end
         sent = []
 
         def forward(index):
@@ -424,21 +427,20 @@ class Training:
             if last:
                 received = torch.empty(shape, dtype=dtype).requires_grad_()
             output = model(received)
-            loss = None
+            held[index] = received, output
             if last:
-                parts = (count, 1)
-                loss = self.recipe.part_of_loss(output, targets[index], parts)
                 outputs.append(output)
-            held[index] = received, output, loss
+                losses.append(self.recipe.part_of_loss(output, targets[index], (count, 1)))
 
         def backward(index):
-            received, output, loss = held.pop(index)
+            received, output = held.pop(index)
             self.is_last_part = index == count - 1
             if last:
-                loss.backward()
+                losses[index].backward()
                 if not gpipe:
                     sent.clear()
                 sent.append(received.grad)
+                received.grad = None
             else:
                 output.backward(torch.empty(shape, dtype=dtype))
 
