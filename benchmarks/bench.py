@@ -4,6 +4,7 @@
     python benchmarks/bench.py
     python benchmarks/bench.py --recipes plain_ddp_cifar "ddp_cifar --compile" --processes 1 2 --data cifar10
     python benchmarks/bench.py --predict 450
+    python benchmarks/bench.py --memory
     accelerate launch --config_file accelerate_configs/2gpu.yaml benchmarks/bench.py --overhead amp_cifar
 
 A configuration is a recipe, with flags, on a number of processes. All of them run once per round, so that a machine
@@ -539,6 +540,8 @@ def parse_args():
     add(more, "--predict", "what more devices should give on links of this bandwidth", type=float, metavar="GB/S")
     recipes = ("ddp_cifar", "amp_cifar")
     add(more, "--overhead", "under accelerate launch: what parts of a step cost", choices=recipes)
+    memory = {"nargs": argparse.REMAINDER, "metavar": "RECIPE ..."}
+    add(more, "--memory", "GPU memory, computed: of all recipes, or of a file and its flags", **memory)
     args = parser.parse_args()
     for recipe in args.recipes:
         if next((word for word in shlex.split(recipe) if not ASSIGNMENT.match(word)), None) not in RECIPES:
@@ -554,6 +557,10 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if args.memory is not None:
+        import memory
+
+        return memory.main(args.memory)
     args.gpu = gpu_name()
     if args.overhead:
         return overhead(args)

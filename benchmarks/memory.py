@@ -48,6 +48,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+MIB = 2**20
 MARGIN = 2 * GIB
 CARDS = (16, 24, 40, 80, 141)  # in GB of 10^9 bytes: no card of that name has less
 COUNTS = (1, 2, 4, 8)
@@ -58,7 +59,6 @@ VARIANTS = [
     ("pipeline_cifar", ""),
     ("pipeline_cifar", "--precision bf16 --schedule 1f1b"),
     ("sharded_cifar", ""),
-    ("sharded_cifar", "--precision bf16"),
     ("sharded_cifar", "--precision bf16 --activation-checkpointing"),
 ]
 
@@ -290,6 +290,7 @@ class Training:
         self.stages = range(2 if self.technique == "pipeline" else 1)
         self.multiple = args.microbatches if self.technique == "pipeline" else 1
         self.replicas = processes // len(self.stages)
+        self.state_bytes = 0  # of the optimizer, after `needs`
 
     def needs(self):
         """Return the Need of each process that differs from the others: the pipeline's stages."""
@@ -355,6 +356,9 @@ class Training:
                         self.pass_stage(model, stage, batch, boundary)
                     optimizer.step()
                     optimizer.zero_grad()
+            states = [x for state in optimizer.state.values() for x in state.values()]
+            local = [x.to_local() if isinstance(x, DTensor) else x for x in states]
+            self.state_bytes = max(self.state_bytes, sum(x.nbytes for x in local if torch.is_tensor(x)))
             return list(counter.timeline)
         finally:
             gc.enable()
@@ -453,3 +457,182 @@ class Training:
                 forward(index + in_flight)
         if last:
             torch.cat(outputs)
+
+
+# -------------------------------------------------------------------------------------- the table
+HEAD = ["model", "recipe", "GPUs", "parameters", "gradients", "optimizer", "gathered"]
+HEAD += ["MiB per sample", "GiB", *(f"{card} GB" for card in CARDS)]
+SHORT = [0, 1, 2, 7, 9, 10, 11, 12, 13]  # the columns of the short table
+NOTES = """- **Computed, not measured on a GPU**, per GPU, by running optimizer steps on tensors without memory.
+- parameters, gradients, optimizer: GiB between the backward pass and the update. gathered: the two
+  largest neighbouring units of a sharded model while they are whole. pipeline: the stage that needs
+  more. data_parallel: the first GPU.
+- MiB per sample: what one more sample costs in a large batch, mostly saved activations. GiB: all of
+  it with {batch} samples per GPU. 16 GB, ...: the most samples per GPU that fit into a card of so
+  many 10^9 bytes, less 2 GiB for CUDA's context, workspaces, fragmentation; 0: none.
+- The pipeline's `--batch-size` is twice that, in {parts} microbatches; data_parallel's that of all GPUs."""
+
+
+def load(path):
+    """Import a recipe, or a copy of one, from its file."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    return recipe
+
+
+def parsed(recipe, flags):
+    """Return a recipe's arguments. Exit with its error if a flag is wrong, or cannot be computed."""
+    kept = sys.argv[1:], sys.excepthook
+    sys.argv[1:] = flags
+    args = recipe.parse_args(recipe.add_flags)
+    sys.argv[1:], sys.excepthook = kept
+    if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
+        args.data = "synthetic"
+    if getattr(args, "cpu_offload", False):
+        recipe.exit_with_error("argument --cpu-offload: what it needs is not computed")
+    return args
+
+
+def example_batch(recipe, args):
+    """Return a batch of the training data."""
+    loader, _ = recipe.load_data(args, FakeAccelerator())
+    return next(iter(loader))
+
+
+def counts(recipe, args):
+    """Return the numbers of GPUs, together where they need the same on each GPU."""
+    technique = technique_of(recipe)
+    if technique == "pipeline":
+        return [(2,), (4, 8)]
+    if technique == "sharded":
+        return [(n,) for n in COUNTS if n % args.replicas == 0]
+    return [(1,), (2, 4, 8)]
+
+
+def held_bytes(training):
+    """Return the bytes of parameters, gradients, optimizer state and gathered units, per process."""
+    recipe, args = training.recipe, training.args
+    models = [training.stage(stage) for stage in training.stages]
+    gathered = 0
+    shards = 1
+    if training.technique == "sharded":
+        shards = training.processes // args.replicas
+        units = [sum(p.numel() for p in unit) for unit in recipe.parameters_of_units(models[0])]
+        pairs = zip(units, units[1:], strict=False)
+        gathered = (2 if args.precision == "bf16" else 4) * max(a + b for a, b in pairs)
+    weights = max(sum(p.nbytes for p in model.parameters()) for model in models) / shards
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    gradients = max(sum(p.nbytes for p in part) for part in trained) / shards
+    return weights, gradients, training.state_bytes, gathered
+
+
+def row(name, label, gpus, training, batch):
+    """Return a row of the table, as HEAD says, and print it."""
+    needs = training.needs()
+    factor = len(training.stages)  # GPUs of a replica, whose batch they share
+
+    def largest(gigabytes):
+        each = min(need.largest_batch(gigabytes * 10**9 - MARGIN) for need in needs)
+        return each // training.multiple * training.multiple // factor
+
+    cells = [name, label, ", ".join(map(str, gpus))]
+    cells += [f"{size / GIB:.2f}" for size in held_bytes(training)]
+    cells.append(f"{max(need.per_sample() for need in needs) * factor / MIB:.1f}")
+    cells.append(f"{max(need.bytes(batch * factor) for need in needs) / GIB:.2f}")
+    cells += [f"{largest(card):,}" for card in CARDS]
+    print(as_row(cells), flush=True)
+    return cells
+
+
+def as_row(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def as_table(head, rows):
+    rule = ["---" if name in ("model", "recipe") else "---:" for name in head]
+    return "\n".join(as_row(cells) for cells in (head, rule, *rows))
+
+
+class Patches(nn.Module):
+    """(B, 3, 224, 224) in, 196 tokens of 16 x 16 pixels with a class token out: (B, 197, 1024)."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 1024, 16, stride=16)
+        self.token = nn.Parameter(torch.zeros(1, 1, 1024))
+        self.positions = nn.Parameter(torch.zeros(1, 197, 1024))
+
+    def forward(self, images):
+        tokens = self.convolution(images).flatten(2).transpose(1, 2)
+        token = self.token.expand(len(tokens), -1, -1)
+        return torch.cat([token, tokens], dim=1) + self.positions
+
+
+class Head(nn.Module):
+    """(B, 197, 1024) in, (B, 1000) out, from the class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(1024, eps=1e-6)
+        self.linear = nn.Linear(1024, 1000)
+
+    def forward(self, tokens):
+        return self.linear(self.norm(tokens)[:, 0])
+
+
+def vit_l_16(args):
+    """Return torchvision's vit_l_16 as an nn.Sequential, which can be cut and sharded: 304 million
+    parameters."""
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    blocks = [EncoderBlock(16, 1024, 4096, 0.0, 0.0, norm) for _ in range(24)]
+    return nn.Sequential(Patches(), *blocks, Head())
+
+
+def rows_of(path, flags, model=None, batch=None):
+    """Return a table's rows for a recipe: with `model`, (name, build_model, a batch), for that."""
+    recipe = load(path)
+    args = parsed(recipe, flags)
+    name = getattr(args, "model", "own")
+    if model:
+        name, recipe.build_model, example = model
+    else:
+        example = example_batch(recipe, args)
+    label = " ".join([Path(path).stem.removesuffix("_cifar"), *flags])
+    rows = []
+    for gpus in counts(recipe, args):
+        training = Training(recipe, args, gpus[-1], example)
+        rows.append(row(name, label, gpus, training, batch or args.batch_size))
+    return rows
+
+
+def main(words):
+    """Print the table for a recipe and its flags, or write that of all recipes."""
+    if words and not words[0].startswith("-"):
+        print(as_table(HEAD, []))
+        rows_of(words[0], words[1:])
+        print(NOTES.format(batch="--batch-size", parts="--microbatches"))
+        return
+    parser = argparse.ArgumentParser(prog="bench.py --memory", description=__doc__)
+    parser.add_argument("--output-dir", default="benchmarks/results", type=Path)
+    args = parser.parse_args(words)
+    images = torch.zeros(2, 3, 224, 224)
+    labels = torch.zeros(2, dtype=torch.int64)
+    large = "ViT-L/16", vit_l_16, (images, labels)
+    rows = []
+    print(as_table(HEAD, []))
+    for model in (None, large):
+        for recipe, flags in VARIANTS:
+            path = ROOT / f"recipes/{recipe}.py"
+            rows += rows_of(path, flags.split(), model, batch=32)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / "memory.md").write_text(page(rows))
+
+
+def page(rows):
+    """Return the text of memory.md: the short table, of the most GPUs, then all of it."""
+    most = [[cells[index] for index in SHORT] for cells in rows if cells[2].endswith("8")]
+    short = as_table([HEAD[index] for index in SHORT], most)
+    command = "`python benchmarks/bench.py --memory`"
+    notes = NOTES.format(batch=32, parts=8)
+    return "\n\n".join([short, command, notes, as_table(HEAD, rows)]) + "\n"
