@@ -490,7 +490,7 @@ def parsed(recipe, flags):
     if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
         args.data = "synthetic"
     if getattr(args, "cpu_offload", False):
-        recipe.exit_with_error("argument --cpu-offload: what it needs is not computed")
+        sys.exit("bench: argument --cpu-offload: what it needs is not computed")
     return args
 
 
