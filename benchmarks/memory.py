@@ -437,6 +437,11 @@ class Training:
                 losses.append(self.recipe.part_of_loss(output, targets[index], (count, 1)))
 
         def backward(index):
+            if gpipe and not last:  # what was sent is freed, except for its place in the graph
+                for key, (kept, sent_on) in held.items():
+                    if torch.is_tensor(sent_on):
+                        held[key] = kept, torch.autograd.graph.get_gradient_edge(sent_on)
+                del sent_on
             received, output = held.pop(index)
             self.is_last_part = index == count - 1
             if last:
@@ -446,7 +451,7 @@ class Training:
                 sent.append(received.grad)
                 received.grad = None
             else:
-                output.backward(torch.empty(shape, dtype=dtype))
+                torch.autograd.backward(output, torch.empty(shape, dtype=dtype))
 
         in_flight = count if gpipe else min(count, len(self.stages) - stage)
         for index in range(in_flight):
@@ -462,15 +467,15 @@ class Training:
 # -------------------------------------------------------------------------------------- the table
 HEAD = ["model", "recipe", "GPUs", "parameters", "gradients", "optimizer", "gathered"]
 HEAD += ["MiB per sample", "GiB", *(f"{card} GB" for card in CARDS)]
-SHORT = [0, 1, 2, 7, 9, 10, 11, 12, 13]  # the columns of the short table
+SHORT = ["MiB per sample", "16 GB", "24 GB", "80 GB"]  # what the short table has of each model
 NOTES = """- **Computed, not measured on a GPU**, per GPU, by running optimizer steps on tensors without memory.
 - parameters, gradients, optimizer: GiB between the backward pass and the update. gathered: the two
   largest neighbouring units of a sharded model while they are whole. pipeline: the stage that needs
   more. data_parallel: the first GPU.
 - MiB per sample: what one more sample costs in a large batch, mostly saved activations. GiB: all of
-  it with {batch} samples per GPU. 16 GB, ...: the most samples per GPU that fit into a card of so
+  it with `--batch-size` (here 32) samples. 16 GB, ...: the most samples per GPU that fit into a card of so
   many 10^9 bytes, less 2 GiB for CUDA's context, workspaces, fragmentation; 0: none.
-- The pipeline's `--batch-size` is twice that, in {parts} microbatches; data_parallel's that of all GPUs."""
+- The pipeline's `--batch-size` is twice that, in 8 microbatches; data_parallel's that of all."""
 
 
 def load(path):
@@ -593,7 +598,7 @@ def rows_of(path, flags, model=None, batch=None):
     """Return a table's rows for a recipe: with `model`, (name, build_model, a batch), for that."""
     recipe = load(path)
     args = parsed(recipe, flags)
-    name = getattr(args, "model", "own")
+    name = {"resnet50": "ResNet-50"}.get(getattr(args, "model", "own"), "own")
     if model:
         name, recipe.build_model, example = model
     else:
@@ -611,7 +616,7 @@ def main(words):
     if words and not words[0].startswith("-"):
         print(as_table(HEAD, []))
         rows_of(words[0], words[1:])
-        print(NOTES.format(batch="--batch-size", parts="--microbatches"))
+        print(NOTES)
         return
     parser = argparse.ArgumentParser(prog="bench.py --memory", description=__doc__)
     parser.add_argument("--output-dir", default="benchmarks/results", type=Path)
@@ -630,9 +635,14 @@ def main(words):
 
 
 def page(rows):
-    """Return the text of memory.md: the short table, of the most GPUs, then all of it."""
-    most = [[cells[index] for index in SHORT] for cells in rows if cells[2].endswith("8")]
-    short = as_table([HEAD[index] for index in SHORT], most)
+    """Return the text of memory.md: the short table, of 8 GPUs with a row per recipe, then all."""
+    models = list(dict.fromkeys(cells[0] for cells in rows))
+    chosen = [HEAD.index(name) for name in SHORT]
+    head = ["recipe", *(f"{model}: {name}" for model in models for name in SHORT)]
+    short = {}
+    for cells in rows:
+        if cells[2].endswith("8"):
+            short.setdefault(cells[1], [cells[1]]).extend(cells[index] for index in chosen)
     command = "`python benchmarks/bench.py --memory`"
-    notes = NOTES.format(batch=32, parts=8)
-    return "\n\n".join([short, command, notes, as_table(HEAD, rows)]) + "\n"
+    parts = [as_table(head, short.values()), command, NOTES, as_table(HEAD, rows)]
+    return "\n\n".join(parts) + "\n"

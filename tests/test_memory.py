@@ -75,8 +75,9 @@ CASES = [
     ("amp_cifar", 2, "--precision bf16", "allocator"),
     ("data_parallel_cifar", 1, "", "allocator"),
     ("pipeline_cifar", 2, "", "allocator"),
-    ("pipeline_cifar", 4, "--schedule 1f1b", "allocator"),
-    # Here gloo allocates for itself, what no GPU does: half of a unit's bytes and more.
+    # CPU's max-pooling copies what it gets: much of what a stage holds of few microbatches.
+    ("pipeline_cifar", 4, "--schedule 1f1b", "tensors"),
+    # gloo allocates for its own threads, too.
     ("sharded_cifar", 2, "", "tensors"),
     ("sharded_cifar", 2, "--precision bf16", "tensors"),
     ("sharded_cifar", 2, "--activation-checkpointing", "tensors"),
@@ -111,7 +112,6 @@ def test_the_prediction_is_what_processes_hold(tmp_path, project):
             held = json.loads((run["directory"] / f"held-{rank}.json").read_text())[case[3]]
             predicted = needs[rank % len(needs)].bytes(args.batch_size)
             errors[*case[:3], rank] = round(predicted / held - 1, 3)
-    print(errors)
     assert max(map(abs, errors.values())) <= 0.1, errors
 
 
