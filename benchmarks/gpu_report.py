@@ -4,15 +4,17 @@
     python benchmarks/gpu_report.py --minutes 20 --data-dir data --folder runs/h200
     python benchmarks/gpu_report.py --rehearse
 
-The parts (see gpu_report_parts.py) are processes of their own, in order of importance, with what time they may take at
-most. After each of them report.md and results.json in the folder are written anew; NAME.log has what a part printed.
-A part that fails or takes too long keeps what it has measured, and the others go on; what no time is left for is
-dropped. The exit status is 1 if a part failed or was dropped, and 130 after Ctrl-C.
+The parts (see gpu_report_parts.py) are processes of their own, in order of importance, with what
+time they may take at most. After each of them report.md and results.json in the folder are written
+anew; NAME.log has what a part printed. A part that fails or takes too long keeps what it has
+measured, and the others go on; what no time is left for is dropped. The exit status is 1 if a part
+failed or was dropped, and 130 after Ctrl-C.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,10 +25,11 @@ import psutil
 
 PROGRAM = Path(__file__).parent / "gpu_report_parts.py"
 RESERVED = 60  # seconds that no part but the last one may take
-# At most so many seconds of each part. Those of the first group run together: nothing in it is timed.
+# At most so many seconds of each part. Those of the first group run together: nothing in it is
+# timed.
 GROUPS = [
     {"machine": 30, "tests": 200, "compile_cache": 200},
-    {"images": 170},
+    {"images": 190},
     {"profile": 40},
     {"variants": 70},
     {"epoch": 60},
@@ -54,12 +57,23 @@ class Part:
 
     def start(self, args, seconds):
         self.started, self.limit = time.monotonic(), seconds
-        command = [sys.executable, PROGRAM, self.name, "--seconds", seconds, "--folder", args.folder]
-        command += ["--data-dir", args.data_dir, *(["--rehearse"] if args.rehearse else [])]
+        command = [
+            sys.executable,
+            PROGRAM,
+            self.name,
+            "--seconds",
+            seconds,
+            "--folder",
+            args.folder,
+        ]
+        command += ["--data-dir", args.data_dir]
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if args.rehearse else {})}
         with open(args.folder / f"{self.name}.log", "w") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             # In a session of its own: Ctrl-C is for this process, which ends the parts.
-            self.process = subprocess.Popen(list(map(str, command)), start_new_session=True, **streams)
+            self.process = subprocess.Popen(
+                list(map(str, command)), env=environment, start_new_session=True, **streams
+            )
         self.status = "running"
 
     def look(self):
@@ -73,7 +87,8 @@ class Part:
         return self.status != "running"
 
     def end(self, status):
-        """Kill what is left of it: forked processes, and those that a launcher put into sessions of their own."""
+        """Kill what is left of it: forked processes, and those that a launcher put into sessions of
+        their own."""
         self.status = status
         with contextlib.suppress(psutil.NoSuchProcess):
             left = psutil.Process(self.process.pid).children(recursive=True)
@@ -89,19 +104,35 @@ class Part:
 
 
 def shown(value):
-    return str(value) if type(value) is not float else f"{value:,.0f}" if abs(value) > 1000 else f"{value:.4g}"
+    return (
+        str(value)
+        if type(value) is not float
+        else f"{value:,.0f}"
+        if abs(value) > 1000
+        else f"{value:.4g}"
+    )
 
 
 def markdown(results, parts):
-    """Return the report: of each part what became of it, its notes and its rows, or else the end of its log."""
+    """Return the report: of each part what became of it, its notes and its rows, or else the end of
+    its log."""
     lines = ["# Report", "", f"{results['command']}, {results['date']}", ""]
     for part in parts:
         found = results["parts"][part.name]
-        lines += [f"## {TITLES.get(part.name, part.name)}", "", f"{part.status}, {part.seconds:.0f} s", ""]
+        lines += [
+            f"## {TITLES.get(part.name, part.name)}",
+            "",
+            f"{part.status}, {part.seconds:.0f} s",
+            "",
+        ]
         lines += [f"- {note}" for note in found.get("notes", [])] + [""]
         rows = found.get("rows", [])
         if columns := list(dict.fromkeys(name for row in rows for name in row)):
-            cells = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
+            cells = [
+                columns,
+                ["---"] * len(columns),
+                *([row.get(name, "") for name in columns] for row in rows),
+            ]
             lines += ["| " + " | ".join(map(shown, line)) + " |" for line in cells]
             lines.append("")
         if part.status.startswith("failed"):
@@ -116,14 +147,21 @@ def write(parts, args):
         found = {"status": part.status, "seconds": part.seconds, **part.results(args.folder)}
         found["log"] = log.read_text(errors="replace")[-4000:] if log.exists() else ""
         results["parts"][part.name] = found
-    for name, text in (("results.json", json.dumps(results, indent=2)), ("report.md", markdown(results, parts))):
+    for name, text in (
+        ("results.json", json.dumps(results, indent=2)),
+        ("report.md", markdown(results, parts)),
+    ):
         (args.folder / f"{name}.tmp").write_text(text + "\n")
         (args.folder / f"{name}.tmp").replace(args.folder / name)
 
 
 def run(groups, args):
-    """Run the groups one after the other until the time is over; return all parts, and whether Ctrl-C came."""
-    deadline, parts = time.monotonic() + 60 * args.minutes, [[Part(name) for name in group] for group in groups]
+    """Run the groups one after the other until the time is over; return all parts, and whether
+    Ctrl-C came."""
+    deadline, parts = (
+        time.monotonic() + 60 * args.minutes,
+        [[Part(name) for name in group] for group in groups],
+    )
     every = [part for group in parts for part in group]
     try:
         for group, limits in zip(parts, groups, strict=True):
@@ -149,12 +187,28 @@ def run(groups, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9, help="for everything (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=f"runs/gpu-report-{time.strftime('%Y%m%d-%H%M%S')}")
-    parser.add_argument("--data-dir", default="data", help="of CIFAR-10 for the training; synthetic data if not there")
-    parser.add_argument("--rehearse", action="store_true", help="small numbers, on CPU: so it is without a GPU anyway")
-    parser.add_argument("--parts", nargs="+", choices=list(TITLES), default=list(TITLES), help="only these")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="for everything (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=f"runs/gpu-report-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    parser.add_argument(
+        "--data-dir",
+        default="data",
+        help="of CIFAR-10 for the training; synthetic data if not there",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="small numbers, on CPU: so it is without a GPU anyway",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(TITLES), default=list(TITLES), help="only these"
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for number in (
@@ -163,7 +217,9 @@ def main():
         signal.SIGHUP,
     ):  # also where a script has started it in the background
         signal.signal(number, signal.default_int_handler)
-    chosen = [{name: limit for name, limit in group.items() if name in args.parts} for group in GROUPS]
+    chosen = [
+        {name: limit for name, limit in group.items() if name in args.parts} for group in GROUPS
+    ]
     parts, interrupted = run([group for group in chosen if group], args)
     write(parts, args)
     print(f"written: {args.folder}/report.md, results.json, and a log of each part")

@@ -598,7 +598,7 @@ def rows_of(path, flags, model=None, batch=None):
     """Return a table's rows for a recipe: with `model`, (name, build_model, a batch), for that."""
     recipe = load(path)
     args = parsed(recipe, flags)
-    name = {"resnet50": "ResNet-50"}.get(getattr(args, "model", "own"), "own")
+    name = getattr(args, "model", "own").replace("resnet50", "ResNet-50")
     if model:
         name, recipe.build_model, example = model
     else:

@@ -1,10 +1,14 @@
-"""Run by gpu_report_parts.py, as a process of forked.py: timed_training.py CHANGE STEPS SECONDS RECIPE FLAGS...
+"""Run by gpu_report_parts.py, as a process of forked.py:
 
-A recipe as bench.py measures it (`run_recipe`), with one thing changed, or timed; "epoch" is its own `main`. Writes
-what it has timed to timings.json: {name: the seconds of every time}.
+    timed_training.py CHANGE STEPS SECONDS RECIPE FLAGS...
+
+A recipe as bench.py measures it (`measure_training`), with one thing changed, or timed; "epoch" is
+its own `main`. Writes what it has timed to timings.json: {name: the seconds of every time}. Where
+RANK is set, the model is in DDP, also on one GPU, or the run fails.
 """
 
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -12,15 +16,17 @@ from pathlib import Path
 
 import accelerate
 import torch
-from conftest import load
+from conftest import ddp_on_one_rank, load
 from torch.profiler import ProfilerActivity, profile, schedule
 
-change, *arguments = sys.argv[1:]
-name = arguments[2]
-bench, seconds, sys.argv = load("benchmarks/bench.py"), defaultdict(list), [name, *arguments[3:]]
-recipe, cuda = bench.load(name), torch.cuda.is_available()
-bench.load = lambda name: recipe
-DDP, SGD = torch.nn.parallel.DistributedDataParallel, torch.optim.SGD
+change, least_steps, least_seconds, name, *flags = sys.argv[1:]
+sys.argv = [name, *flags]
+bench = load("benchmarks/bench.py")
+recipe = bench.load(name)
+cuda = torch.cuda.is_available()
+seconds = defaultdict(list)
+SGD = torch.optim.SGD
+made = []  # what is to be measured, each time that it was made
 
 
 def write():
@@ -33,7 +39,8 @@ def wait():
 
 
 def timed(name, function, whole=False):
-    """Return the function so that its time is kept: the host's, or with `whole` until the device is ready."""
+    """Return the function so that its time is kept: the host's, or with `whole` until the device is
+    ready."""
 
     def inner(*args, **options):
         if whole:
@@ -50,29 +57,63 @@ def timed(name, function, whole=False):
     return inner
 
 
+def after_each_step(before, after):
+    """Call these functions around each step of the training."""
+    left_in = recipe.Steps.left_in
+
+    def watched(steps, epoch):
+        before()
+        for each in left_in(steps, epoch):
+            yield each
+            after()
+            before()
+
+    recipe.Steps.left_in = watched
+
+
 def time_the_parts():
-    """Each step begins when the device is ready, or the host would wait for it in one of the parts."""
-    host, began = {}, []
+    """Each step begins when the device is ready, or the host would wait for it in one of the
+    parts."""
+    began = []
+    batches_of = recipe.Steps.timed
 
-    def batches(loader, count):
-        for _ in range(count):
-            wait()
-            began[:] = [time.perf_counter()]
-            yield timed("data", next)(loader)
+    def begin():
+        wait()
+        began[:] = [time.perf_counter()]
 
-    def finish_step(*args, finish=recipe.Run.finish_step):
-        finish(*args)
+    def end():
         seconds["step"].append(time.perf_counter() - began[0])
 
-    host["seed_rng"], host["compute_loss"] = (recipe, "seed_rng"), (recipe, "compute_loss")
-    host["backward"], host["metrics"] = (accelerate.Accelerator, "backward"), (recipe.Run, "add")
-    host["signals"] = recipe.SignalHandler, "should_stop"
-    host["optimizer"] = accelerate.optimizer.AcceleratedOptimizer, "step"
-    host["zero_grad"] = accelerate.optimizer.AcceleratedOptimizer, "zero_grad"
-    host["schedule"] = torch.optim.lr_scheduler.LambdaLR, "step"
+    def batches(steps, loader):
+        inner = batches_of(steps, loader)
+        draw = timed("data", next)
+        while (batch := draw(inner, None)) is not None:
+            yield batch
+
+    optimizer = accelerate.optimizer.AcceleratedOptimizer
+    host = {
+        "seed_rng": (recipe, "seed_rng"),
+        "compute_loss": (recipe, "compute_loss"),
+        "backward": (accelerate.Accelerator, "backward"),
+        "optimizer": (optimizer, "step"),
+        "zero_grad": (optimizer, "zero_grad"),
+        "schedule": (torch.optim.lr_scheduler.LambdaLR, "step"),
+        "metrics": (recipe.Metrics, "add"),
+        "hang": (recipe.HangDetector, "made_progress"),
+        "signals": (recipe.StopSignal, "requested"),
+    }
     for part, (owner, attribute) in host.items():
         setattr(owner, attribute, timed(part, getattr(owner, attribute)))
-    recipe.islice, recipe.Run.finish_step = batches, finish_step
+    recipe.Steps.timed = batches
+    after_each_step(begin, end)
+
+
+class DDP(torch.nn.parallel.DistributedDataParallel):
+    """Notes that it was made."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        made.append("DDP")
 
 
 class AlwaysBroadcast(DDP):
@@ -88,39 +129,49 @@ class BatchedCopy(DDP):
         super().__init__(*args, batched_grad_copy=True, **options)
 
 
-if change == "broadcast buffers":
-    torch.nn.parallel.DistributedDataParallel = AlwaysBroadcast
-elif change == "batched gradient copy":
-    torch.nn.parallel.DistributedDataParallel = BatchedCopy
-elif change == "foreach SGD":
-    torch.optim.SGD = lambda *args, **options: SGD(*args, **{**options, "fused": False, "foreach": True})
+def foreach_sgd(*args, **options):
+    made.append("foreach SGD")
+    return SGD(*args, **{**options, "fused": False, "foreach": True})
+
+
+def save_profile(profiler):
+    kind = "device" if cuda else "cpu"
+    for order in ("self_cpu_time_total", f"self_{kind}_time_total"):
+        averages = profiler.key_averages()
+        table = averages.table(sort_by=order, row_limit=30, max_name_column_width=70)
+        Path(f"{order}.txt").write_text(f"{profiled_steps} steps\n{table}\n")
+    profiler.export_chrome_trace("trace.json.gz")
+
+
+ddp_on_one_rank()
+kinds = {"broadcast buffers": AlwaysBroadcast, "batched gradient copy": BatchedCopy}
+torch.nn.parallel.DistributedDataParallel = kinds.get(change, DDP)
+if change == "foreach SGD":
+    torch.optim.SGD = foreach_sgd
 elif change == "parts":
     time_the_parts()
 
 write()
 if change == "profile":
-    first, count = (20, 10) if cuda else (1, 2)
+    first, profiled_steps = (20, 10) if cuda else (1, 2)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-
-    def keep(profiler):
-        kind = "device" if cuda else "cpu"
-        for order in ("self_cpu_time_total", f"self_{kind}_time_total"):
-            table = profiler.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70)
-            Path(f"{order}.txt").write_text(f"{count} steps\n{table}\n")
-        profiler.export_chrome_trace("trace.json.gz")
-
-    plan = schedule(wait=first, warmup=2, active=count, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=keep) as profiler:
-        finish_step = recipe.Run.finish_step
-        recipe.Run.finish_step = lambda *args: (finish_step(*args), profiler.step())
-        bench.run_recipe(*arguments)
+    plan = schedule(wait=first, warmup=2, active=profiled_steps, repeat=1)
+    with profile(activities=activities, schedule=plan, on_trace_ready=save_profile) as profiler:
+        after_each_step(lambda: None, profiler.step)
+        bench.measure_training(recipe, least_steps, least_seconds)
 elif change == "epoch":
-    recipe.Run.save, recipe.evaluate = timed("save", recipe.Run.save, True), timed("evaluate", recipe.evaluate, True)
-    recipe.Run.log = timed("a line of metrics", recipe.Run.log, True)
-    recipe.load_data, small = timed("load_data", recipe.load_data, True), recipe.synthetic_images
+    recipe.Checkpoints.save = timed("save", recipe.Checkpoints.save, True)
+    recipe.evaluate = timed("evaluate", recipe.evaluate, True)
+    recipe.Metrics.log = timed("a line of metrics", recipe.Metrics.log, True)
+    recipe.load_data = timed("load_data", recipe.load_data, True)
+    small = recipe.synthetic_images
     if cuda:  # as many as in CIFAR-10, about
         recipe.synthetic_images = lambda samples, seed: small(10 * samples, seed)
     recipe.main()
 else:
-    bench.run_recipe(*arguments)
+    bench.measure_training(recipe, least_steps, least_seconds)
 write()
+expected = ["DDP"] if "RANK" in os.environ else []
+if change == "foreach SGD":
+    expected.append(change)
+assert sorted(made) == sorted(expected), f"what was measured has {made}, and not {expected}"

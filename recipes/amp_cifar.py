@@ -5,12 +5,9 @@
     torchrun --nproc_per_node 2 recipes/amp_cifar.py --precision fp16 --clip-norm 1
 
 Weights, optimizer and losses stay in fp32; autocast runs convolutions and matrix products in 16
-bits. bf16 has fp32's range and needs nothing else. fp16 does not: small gradients would vanish, so
-the loss is multiplied by a scale before the backward pass and the gradients divided by it after. A
-step whose gradients overflow is skipped and halves the scale; thousands of good ones in a row
-double it (Micikevicius et al. 2018, arXiv:1710.03740). Accelerate does all of this in `backward`,
-`clip_grad_norm_` and `optimizer.step`; each line of metrics has the scale and the skipped steps.
-The same command again continues a run that was interrupted.
+bits. bf16 has fp32's range. In fp16 small gradients would vanish: Accelerate multiplies the loss by
+a scale and divides the gradients by it. A step whose gradients overflow is skipped and halves the
+scale (Micikevicius et al. 2018, arXiv:1710.03740). The same command continues an interrupted run.
 
 To make this file yours, replace `load_data`, `build_model`, `compute_loss` and `add_flags`, and
 change what you like above the line "machinery". Below it is code that all recipes share, with a
@@ -30,7 +27,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 import zipfile
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -53,8 +49,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def add_flags(add):
-    """Declare this example's flags; the others are in `parse_args`. Those that a resumed run may
-    change have `may_differ`. Replace this."""
+    """Declare this example's flags; with `may_differ` a resumed run may change it. Replace this."""
     add("--data", "synthetic needs no files", choices=("cifar10", "synthetic"), default="cifar10")
     add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data", may_differ=True)
     add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
@@ -91,7 +86,6 @@ def build_model(args):
             nn.Sequential(nn.Flatten(), nn.Linear(128, 10)),
         )
     else:
-        # zero_init_residual: each block begins as the identity.
         model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
         if args.stem == "cifar":
             # 32 x 32 images are small already: do not shrink them fourfold before the first block.
@@ -104,9 +98,9 @@ def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
     Call `model` itself, not its methods: its forward pass is what synchronises the gradients. The
-    mean of "loss" is minimised, the means of all are reported. If samples count unequally, add
-    "weight": (B,): means and gradients are then weighted over the whole global batch. For
-    sequences, "loss" is each one's mean over its tokens, "weight" their number.
+    mean of "loss" is minimised, the means of all are reported. For samples that count unequally add
+    "weight": (B,), which weights all means, over the whole global batch: of a sequence "loss" is
+    the mean over its tokens, "weight" their number. For class weights multiply the loss instead.
     """
     images, labels = batch
     logits = model(images)
@@ -117,10 +111,7 @@ def compute_loss(model, batch):
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate."""
     peak = args.lr * args.global_batch_size / 128
-    # Not fused in fp16: GradScaler always calls a fused optimizer, so that Accelerate could not see
-    # skipped steps. None, not False, which would turn off the multi-tensor (foreach) kernels, too.
-    fused = None if args.precision == "fp16" else True
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": fused}
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": can_fuse(args)}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     factor = partial(lr_lambda, total_steps=max(1, total_steps))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -197,8 +188,7 @@ def main():
 
     plain_model = accelerator.unwrap_model(model)
     states = {"model": plain_model, "optimizer": optimizer, "scheduler": scheduler}
-    if accelerator.scaler:
-        states["scaler"] = accelerator.scaler
+    states |= {"scaler": accelerator.scaler} if accelerator.scaler else {}
     config = describe(args, accelerator, steps, precision_chosen=chosen_by)
     checkpoints = Checkpoints(accelerator, config, states)
     checkpoint = checkpoints.find()
@@ -288,7 +278,7 @@ def divide_by_mean_weight(accelerator, model, metrics):
     mean_weight = total / samples
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad /= mean_weight
+            parameter.grad /= mean_weight.to(parameter.grad.device)
 
 
 def sample_rows(metrics):
@@ -355,7 +345,7 @@ class Metrics:
         self.measured_seconds = 0.0
         self.started = time.time()
         self.text = checkpoint["metrics"] if checkpoint else ""  # what is in metrics.jsonl
-        self.run_id = checkpoint["run_id"] if checkpoint else uuid.uuid4().hex
+        self.run_id = checkpoint["run_id"] if checkpoint else os.urandom(16).hex()
         self.open_outputs()
 
     def open_outputs(self):
@@ -627,9 +617,14 @@ def set_epoch(loader, epoch):
 
 def repeatable(dataset):
     """Return the dataset, or that of which it is a Subset, if it can repeat an epoch, or None."""
+    dataset = without_subset(dataset)
+    return dataset if hasattr(dataset, "set_epoch") else None
+
+
+def without_subset(dataset):
     while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset
-    return dataset if hasattr(dataset, "set_epoch") else None
+    return dataset
 
 
 def seed_rng(*key):
@@ -692,6 +687,13 @@ def check_loader(loader, drop_last):
     if batches.drop_last != drop_last or len(loader.dataset) == 0:
         rule = "training needs drop_last=True, the test drop_last=False and some samples"
         exit_with_error(f"load_data: {rule}")
+    dataset = without_subset(loader.dataset)
+    tensors = [(name, x) for name, x in vars(dataset).items() if torch.is_tensor(x)]
+    on_gpu = [name for name, tensor in tensors if tensor.device.type != "cpu"]
+    if on_gpu and (loader.num_workers or loader.pin_memory):
+        what = f"{type(dataset).__name__}.{on_gpu[0]} is on the GPU"
+        remedy = "set num_workers=0 and pin_memory=False, or keep it on the CPU"
+        exit_with_error(f"load_data: {what}, where workers and pinning fail: {remedy}")
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -1022,7 +1024,7 @@ class HangDetector:
         self.step = 0
         self.reports = {}  # {rank: its newest report}
         self.has_store = True
-        run = [uuid.uuid4().hex]  # a restarted run may have the store of the one before
+        run = [os.urandom(16).hex()]  # a restarted run may have the store of the one before
         utils.broadcast_object_list(run)
         self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
         self.closed = threading.Event()
@@ -1551,6 +1553,13 @@ def check_weights_are_fp32(model, precision):
     if precision != "fp32" and types - {torch.float32, torch.float64}:
         remedy = "mixed precision needs fp32: return model.float()"
         exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
+
+
+def can_fuse(args):
+    """Return whether the optimizer may be fused: not in fp16, in which GradScaler always calls a
+    fused one, so that Accelerate could not see skipped steps. None, not False, which would turn
+    off the multi-tensor (foreach) kernels, too."""
+    return None if args.precision == "fp16" else True
 
 
 def loss_scaling(accelerator, scheduler, step):

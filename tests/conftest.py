@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator, utils
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
@@ -273,3 +274,15 @@ def the_error_line(process):
         f"of a rank that waited for another\n{process.stderr}"
     )
     return lines[0]
+
+
+def ddp_on_one_rank():
+    """Have Accelerate wrap the model in DDP also where a process group on GPUs has one rank, as it
+    does on CPU: so that one GPU shows what DDP costs, and what it does to a compiled model."""
+    of_several = Accelerator.multi_device.fget
+
+    def multi_device(accelerator):
+        on_gpus = accelerator.distributed_type == utils.DistributedType.MULTI_GPU
+        return of_several(accelerator) or (on_gpus and "RANK" in os.environ)
+
+    Accelerator.multi_device = property(multi_device)

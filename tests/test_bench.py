@@ -1,4 +1,5 @@
-"""bench.py: the recipes really run, results outlive failures and Ctrl-C, the arithmetic is right."""
+"""bench.py: the recipes really run, results outlive failures and Ctrl-C, the arithmetic is
+right."""
 
 import json
 import os
@@ -11,9 +12,10 @@ from itertools import islice
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import make_results
 import pytest
 import torch
-from conftest import ROOT, forked, load, wait_until
+from conftest import ROOT, forked, load, run, wait_until
 from torch.utils.flop_counter import FlopCounterMode
 
 SMALL = ["--model", "simple_cnn", "--batch-size", "8", "--warmup-steps", "1", "--steps", "4"]
@@ -31,8 +33,8 @@ def measured(recipe, processes, *rates):
 
 @pytest.fixture
 def main(tmp_path, monkeypatch):
-    """bench.main with runs that last no time: `outcomes` has a list for each recipe, of rates, failures or errors to
-    raise. Returns the exit status and what was written."""
+    """bench.main with runs that last no time: `outcomes` has a list for each recipe, of rates,
+    failures or errors to raise. Returns the exit status and what was written."""
 
     def call(outcomes, *flags):
         def run(self, args):
@@ -45,6 +47,7 @@ def main(tmp_path, monkeypatch):
 
         monkeypatch.setattr(bench.Configuration, "run", run)
         monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(bench, "has_bf16", lambda: True)
         monkeypatch.setenv("COLUMNS", "80")
         command = [
             "bench.py",
@@ -67,7 +70,8 @@ def main(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
-    """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would train for an hour."""
+    """A configuration that fails, the baseline, and Ctrl-C in the middle of a recipe that would
+    train for an hour."""
     recipes = [
         "PYTHONHOME=/nowhere ddp_cifar",
         "plain_ddp_cifar --measure 4 0 --workers 0",
@@ -82,6 +86,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
         "--processes",
         2,
     ]
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
     process = subprocess.Popen(
         list(map(str, [*command, "--seconds", 3600, "--output-dir", tmp_path / "out"])),
         env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "80"},
@@ -89,6 +94,8 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+    signal.signal(signal.SIGINT, ignored)
 
     def ranks():
         found = subprocess.run(
@@ -108,7 +115,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
             ["ps", "-ef"], capture_output=True, text=True
         ).stdout  # and the launcher
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=180)
     finally:
         process.terminate()  # and it ends what it has started
     assert process.returncode == 130 and "Traceback" not in errors
@@ -220,21 +227,24 @@ def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, cap
     assert code == "bench: 1 GPU(s), but RuntimeError: The NVIDIA driver is too old" and paths == {}
 
 
+TRACEBACK = "echo Traceback; exit 2"
+
+
 @pytest.mark.parametrize(
     "script, failure, unavailable",
     [
         (
-            "echo amp_cifar: error: Tesla T4 has no bf16, choose --precision fp16; exit 2",
+            f"echo amp_cifar: error: Tesla T4 has no bf16, choose another; {TRACEBACK}",
             None,
-            "Tesla T4 has no bf16",
+            "exit code 2\namp_cifar: error: Tesla T4 has no bf16, choose another",
         ),
         (
-            "echo amp_cifar: error: fp16 needs a GPU, on CPU choose bf16; echo Traceback; exit 2",
+            f"echo amp_cifar: error: fp16 needs a GPU; {TRACEBACK}",
             None,
-            "fp16 needs a GPU",
+            "exit code 2\namp_cifar: error: fp16 needs a GPU",
         ),
         (
-            "echo amp_cifar: error: broken; echo Traceback; exit 2",
+            f"echo amp_cifar: error: broken; {TRACEBACK}",
             "exit code 2\namp_cifar: error: broken",
             None,
         ),
@@ -243,16 +253,101 @@ def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch, cap
     ],
 )
 def test_how_a_run_may_end(script, failure, unavailable, monkeypatch):
+    monkeypatch.setattr(bench, "has_bf16", lambda: True)
     one = bench.Configuration("amp_cifar", 1)
     monkeypatch.setattr(bench.Configuration, "command", lambda *_: ["sh", "-c", script])
     one.run(SimpleNamespace(timeout=0.5))
     assert one.failure == failure and one.outcome() == ("failed" if failure else "n/a")
-    assert one.unavailable is None or unavailable in one.unavailable
+    assert one.unavailable == unavailable
     one.run(None)  # not again
 
 
+@pytest.fixture
+def run_stub(tmp_path, monkeypatch):
+    """Run the bench's configurations with these lines as their program; return the exit status and
+    the table, as `main` writes it."""
+
+    def call(lines, *recipes):
+        stub = tmp_path / "stub.py"
+        stub.write_text(lines)
+        monkeypatch.setattr(bench, "has_bf16", lambda: True)
+        command = [sys.executable, str(stub)]
+        monkeypatch.setattr(bench.Configuration, "command", lambda self, *_: [*command, self.name])
+        monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+        flags = ["--rounds", "1", "--processes", "1", "--output-dir", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["bench.py", *flags, "--recipes", *recipes])
+        with pytest.raises(SystemExit) as exit:
+            bench.main()
+        return exit.value.code
+
+    return call
+
+
+OUT_OF_MEMORY = """
+import sys, torch
+torch.manual_seed(0)
+if sys.argv[1] == "ddp_cifar":
+    {what}
+sys.exit("another error")
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')",
+        "torch.empty(2**60)",
+    ],
+)
+def test_what_runs_out_of_memory_is_no_failure_of_the_bench(what, run_stub, capsys):
+    """The error is far from the end of the log, as in that of a launcher."""
+    many_lines = "\n    finally: print('\\n'.join(map(str, range(50))))"
+    program = OUT_OF_MEMORY.format(what=f"try: {what}{many_lines}")
+    assert run_stub(program, "ddp_cifar") == 0
+    output, errors = capsys.readouterr()
+    assert "round 1/1: ddp_cifar on 1: n/a\n" in output and "n/a: ddp on 1: " in output
+    (line,) = [line for line in errors.splitlines() if line.startswith("bench: ")]
+    assert line.startswith("bench: ddp_cifar on 1 n/a: ") and "allocate" in line
+    assert run_stub(program, "ddp_cifar", "amp_cifar") == 1
+    assert "amp_cifar on 1 failed: exit code 1\nanother error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "emulates"),
+    [
+        ("amp_cifar", True),
+        ("amp_cifar --precision bf16", True),
+        ("pipeline_cifar --precision=bf16 --microbatches 4", True),
+        ("amp_cifar --precision fp32", False),
+        ("sharded_cifar", False),
+        ("plain_ddp_cifar", False),
+    ],
+)
+def test_emulated_bf16_is_not_measured(recipe, emulates, monkeypatch):
+    monkeypatch.setattr(bench, "has_bf16", lambda: False)
+    one = bench.Configuration(recipe, 2)
+    assert one.outcome() == ("n/a" if emulates else "")
+    assert not emulates or "no bf16 instructions" in one.unavailable
+    if emulates:
+        one.run(None)  # takes no time: the rounds go to the others
+    monkeypatch.setattr(bench, "GPUS", 2)  # of which the recipes know themselves
+    assert bench.Configuration(recipe, 2).outcome() == ""
+    monkeypatch.setattr(bench, "GPUS", 0)
+    monkeypatch.setattr(bench, "has_bf16", lambda: True)
+    assert bench.Configuration(recipe, 2).outcome() == ""
+
+
+def test_bf16_is_asked_of_the_recipes(monkeypatch):
+    for has in (True, False):
+        bench.has_bf16.cache_clear()
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has})
+        assert bench.has_bf16() == has
+    bench.has_bf16.cache_clear()
+
+
 def test_the_recipes_still_say_so_where_hardware_is_missing():
-    errors = re.findall(r"exit_with_error\((.*)\)", (ROOT / "recipes/amp_cifar.py").read_text())
+    text = (ROOT / "recipes/amp_cifar.py").read_text()
+    errors = re.findall(r"exit_with_error\((.*)\)", text)
     assert len([error for error in errors if bench.UNAVAILABLE.search(error)]) == 2
 
 
@@ -261,9 +356,8 @@ def test_on_gpus_the_defaults_keep_them_busy(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     args = bench.parse_args()
     assert (args.stem, args.batch_size, args.processes, args.seconds) == ("cifar", 512, [1, 8], 10)
-    assert {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"} < set(
-        args.recipes
-    )
+    expected = {"ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"}
+    assert {*expected, "plain_ddp_cifar", "plain_ddp_cifar --workers 8"} < set(args.recipes)
     commands = {
         name: " ".join(bench.Configuration(name, 8).command(args, "out")) for name in args.recipes
     }
@@ -358,7 +452,7 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
     assert warmed_up_at - after <= sample["start_seconds"] <= warmed_up_at - before < 0
     for (_, output), words in zip(answers[2:], ("2 processes", "1 processes"), strict=True):
         assert words in output
-        for loop in ("full", "cached", "bare", "alone", "convolutions"):
+        for loop in ("full", "cached", "bare", "alone", "convolutions", "recipe"):
             assert f"  {loop:12} " in output, output
         for meaning in (
             "fed one cached batch",
@@ -368,6 +462,39 @@ def test_runs_are_one_epoch_without_evaluations_and_the_loops_inside_one_process
         ):
             assert meaning in output
     assert list((tmp_path / "2").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rate_of_the_loader_alone(workers, tmp_path):
+    """In two processes side by side; the sum of both."""
+    flags = ["--world_size", 2, "--data", "synthetic", "--cpu", "--batch-size", 4]
+    command = bench.loader_command([*flags, "--workers", workers, "--measure", 4, 0])
+    process = run(command, cwd=tmp_path)
+    rate = float(process.stdout)
+    assert rate > 1 and list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_of_the_loader_is_measured_once_and_said(monkeypatch, run_stub, capsys):
+    """A stub for the training, which writes what the baseline would."""
+    summary = dict.fromkeys(
+        ("samples_per_second", "measured_samples", "measured_seconds", "warmed_up_at"), 1.0
+    )
+    summary |= {"peak_memory_bytes": 1, "device": "cpu"}
+    commands = []
+
+    def execute(self, command, log, timeout):
+        commands.append(command)
+        text = "warning\n4321.0\n" if "loader" in command else ""
+        log.write_text(text)
+        (log.parent / "summary.json").write_text(json.dumps(summary))
+        return True
+
+    monkeypatch.setattr(bench.Configuration, "execute", execute)
+    monkeypatch.setattr(bench, "loader_command", lambda flags: ["loader", *flags])
+    assert run_stub("", "plain_ddp_cifar", "plain_ddp_cifar --workers 8", "ddp_cifar") == 0
+    assert sum("loader" in command for command in commands) == 2
+    text = "images/s of the DataLoader alone, without training: plain_ddp on 1: 4,321; "
+    assert f"{text}plain_ddp --workers 8 on 1: 4,321.\n" in capsys.readouterr().out
 
 
 def test_the_convolutions_alone_are_those_of_the_model():
@@ -475,3 +602,56 @@ def test_what_cannot_be_measured_is_refused(flags, words, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         bench.main()
     assert exit.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def measurement(main, tmp_path):
+    """What the bench has written, after `change`; and where results are."""
+    results = tmp_path / "results"
+    _, content, paths = main({"ddp_cifar": [100], "amp_cifar": [200]}, "--rounds", 1)
+    results.mkdir()
+
+    def changed(change):
+        change(content)
+        paths[".json"].write_text(json.dumps(content))
+        return paths[".json"], results
+
+    return changed
+
+
+def test_a_complete_measurement_is_published_with_its_table_and_picture(measurement):
+    path, results = measurement(lambda content: None)
+    assert make_results.publish(path, results) is None
+    assert sorted(file.suffix for file in results.iterdir()) == [".json", ".md", ".svg"]
+    for file in results.iterdir():
+        assert file.read_bytes() == path.with_suffix(file.suffix).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x["settings"].update(measured="1 of 3 rounds, then interrupted"), "interrupted"),
+        (lambda x: x["settings"].update(measured="No whole round"), "not complete"),
+        (lambda x: x["configurations"][1].update(failure="broken"), "has failures: amp_cifar"),
+    ],
+)
+def test_an_incomplete_measurement_is_not_published(change, words, measurement):
+    path, results = measurement(change)
+    assert words in make_results.publish(path, results)
+    assert "is not a file that bench.py has written" in make_results.publish(path.parent, results)
+    assert list(results.iterdir()) == []
+
+
+def test_the_bench_leaves_the_published_results_alone(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    directory = bench.parse_args().output_dir
+    assert directory == "runs/bench" and "runs/\n" in (ROOT / ".gitignore").read_text()
+
+
+def test_the_command_of_a_result_repeats_its_global_batch():
+    summary = {"world_size": 2, "recipe": "ddp_cifar", "stem": "cifar", "epochs": 1}
+    accumulated = {"batch_size": 64, "accumulation": 2, "global_batch_size": 256}
+    plain = "recipes/ddp_cifar.py --stem cifar --epochs 1"
+    assert make_results.launch_line({**summary, "global_batch_size": 256}).endswith(plain)
+    line = make_results.launch_line({**summary, **accumulated})
+    assert line.endswith(f"{plain} --global-batch-size 256 --batch-size 64")

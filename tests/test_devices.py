@@ -10,6 +10,7 @@ import torch
 from conftest import both_stages, load
 from test_recipes import RECIPES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.data import DataLoader
 
 GPU = torch.device("cuda", 0)
 
@@ -101,3 +102,24 @@ def test_evaluations_stay_on_the_gpu(on_gpu, monkeypatch):
         setattr(last, name, value)
     monkeypatch.setattr(recipe, "send_buffers", lambda model, buffers: list(map(same, buffers)))
     assert recipe.evaluate(accelerator, last, loader, hang) == ["loss", "accuracy"]
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"pin_memory": True}, {}])
+@pytest.mark.parametrize("part", [False, True])
+def test_data_on_a_gpu_need_a_loader_without_workers_and_pinning(options, part, monkeypatch):
+    """They would fail in the worker, or in the thread that pins; on CPU both work. "meta" stands
+    for the GPU."""
+    recipe = load("recipes/ddp_cifar.py")
+    errors = []
+    monkeypatch.setattr(recipe, "exit_with_error", errors.append)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)
+    images = torch.zeros(8, 32, 32, 3, dtype=torch.uint8)
+    for device in ("cpu", "meta"):
+        data = recipe.ImageTensors(images, torch.zeros(8, dtype=torch.int64), device)
+        data = torch.utils.data.Subset(data, range(4)) if part else data
+        loader = DataLoader(data, 4, collate_fn=tuple, **options)
+        recipe.check_loader(loader, drop_last=False)
+        assert len(errors) == (device == "meta" and options != {})
+    for error in errors:
+        assert error.startswith("load_data: ImageTensors.") and " is on the GPU" in error
+        assert "set num_workers=0 and pin_memory=False" in error

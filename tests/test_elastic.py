@@ -16,14 +16,14 @@ from test_resume import batches, begin_of
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
-FLAGS = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5, "--epochs", 4]
-FLAGS += ["--keep", 9]
+STEPS = 30
+FLAGS = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5, "--epochs", 3]
+FLAGS += ["--keep", 9, "--lr", 0.02]
 RUN = {"recipe": "ddp_cifar", "plain": True, "flags": FLAGS}
 # The defaults are 30 s for others to come, and 3 x 5 s until a machine that is silent is left out.
-IMPATIENT = "last_call_timeout=10,keep_alive_interval=1"
+IMPATIENT = "last_call_timeout=15,keep_alive_interval=1"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--max_restarts", "3"]
-TORCHRUN += ["--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_conf", IMPATIENT]
+TORCHRUN += ["--nproc_per_node", "1", "--rdzv_backend", "c10d"]
 
 
 class Machine:
@@ -33,8 +33,10 @@ class Machine:
     def __init__(self, directory, name, port, gate=None):
         self.log = directory / f"{name}.log"
         run = {**RUN, "directory": directory / "run", "gate": gate}
-        command = [*TORCHRUN, "--rdzv_endpoint", f"localhost:{port}", __file__]
-        command.append(json.dumps(run, default=str))
+        # The launcher at the endpoint holds what they agree on: it has to be the one that lives.
+        conf = f"{IMPATIENT},is_host={int(name == 'one')}"
+        command = [*TORCHRUN, "--rdzv_endpoint", f"localhost:{port}", "--rdzv_conf", conf]
+        command += [__file__, json.dumps(run, default=str)]
         environment = {**os.environ, **PROGRAMS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.log, "w") as file:
             self.launcher = subprocess.Popen(
@@ -75,11 +77,11 @@ def test_one_of_two_machines_dies_and_comes_back_and_each_sample_is_seen_once(tm
     machines = [one]
     try:
         machines.append(Machine(tmp_path, "other", port, gate=["2", 8]))
-        wait_until(lambda: list(tmp_path.glob("run/gate-2")), 120)
+        wait_until(lambda: list(tmp_path.glob("run/gate-2")), 300)
         machines[1].kill()
-        wait_until(lambda: list(tmp_path.glob("run/gate-1")), 120)
+        wait_until(lambda: list(tmp_path.glob("run/gate-1")), 300)
         machines.append(Machine(tmp_path, "again", port))
-        wait_until(lambda: None not in [one.launcher.poll(), machines[2].launcher.poll()], 120)
+        wait_until(lambda: None not in [one.launcher.poll(), machines[2].launcher.poll()], 300)
     finally:
         for machine in machines:
             machine.leave()
@@ -93,14 +95,14 @@ def test_one_of_two_machines_dies_and_comes_back_and_each_sample_is_seen_once(tm
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     first, alone, last = starts(tmp_path)
-    assert min(first) == 1 and max(first) >= 8
+    assert min(first) == 1 and max(first) == 7
     assert min(alone) == 6 and [len(digests) for digests in first.values()] == [2] * len(first)
     assert min(last) > 12 and max(last) == STEPS
     # What counts is what was computed last.
     trained = {step: sorted(digests) for step, digests in {**first, **alone, **last}.items()}
     whole = zip(*(batches(tmp_path / "whole", rank) for rank in (0, 1)), strict=True)
     assert trained == {step: sorted(pair) for step, pair in enumerate(whole, start=1)}
-    in_an_epoch = [digest for step in range(1, STEPS // 4 + 1) for digest in trained[step]]
+    in_an_epoch = [digest for step in range(1, STEPS // 3 + 1) for digest in trained[step]]
     assert len(set(in_an_epoch)) == 20
 
 

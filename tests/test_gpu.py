@@ -1,4 +1,5 @@
-"""What a GPU could do differently, on one GPU or on two; with small numbers the same programs run on CPU, too."""
+"""What a GPU could do differently, on one GPU or on two; with small numbers the same programs run
+on CPU, too."""
 
 import json
 import re
@@ -34,8 +35,8 @@ def environment(device):
 
 
 def train_on(device, directory, runs):
-    """{name: what is left} of runs {name: (processes, recipe, flags, what training_on_device.py takes)}. Left out are
-    those that need more GPUs than there are."""
+    """{name: what is left} of runs {name: (processes, recipe, flags, what training_on_device.py
+    takes)}. Left out are those that need more GPUs than there are."""
     described, scripts, program = {}, [], ROOT / "tests/programs/training_on_device.py"
     for name, (processes, recipe, flags, more) in runs.items():
         if device == "cuda" and more.get("gpus", processes) > GPUS:
@@ -127,9 +128,9 @@ def trained(request, tmp_path_factory):
 def test_one_rank_is_a_process_group_on_the_gpu(trained):
     device, runs = trained
     seen = runs["whole"].seen
-    assert (seen["backend"], seen["context"]) == (
-        ("nccl", True) if device == "cuda" else ("gloo", False)
-    )
+    expected = ("nccl", True) if device == "cuda" else ("gloo", False)
+    assert (seen["backend"], seen["context"]) == expected
+    assert seen["ddp"] and runs["compiled"].seen["ddp"]
 
 
 def test_resumed_with_deterministic_algorithms_is_uninterrupted_bit_for_bit(trained):
@@ -168,7 +169,7 @@ def test_an_overflow_in_fp16_skips_its_step_and_the_scale_is_resumed(trained):
         content(runs[name].directory / "step-00000010.pt") for name in ("fp16", "fp16 resumed")
     )
     assert_identical(one, other)
-    assert other["states"][0]["optimizer"]["param_groups"][0]["fused"] is None, (
+    assert other["states"]["optimizer"]["param_groups"][0]["fused"] is None, (
         "False: a kernel per parameter"
     )
 
@@ -184,7 +185,8 @@ def test_compiled_is_eager_over_switches_between_training_and_evaluation_and_a_r
         assert len(one) == (26 if event == "train" else 2)
         assert other == pytest.approx(one, rel=0, abs=0.01 if device == "cuda" else 1e-4)
     seen = runs["compiled"].seen
-    # Training, evaluation, and evaluation of a batch of another size, each once; never again after a switch.
+    # Training, evaluation, and evaluation of a batch of another size, each once; never again after
+    # a switch.
     assert seen["graphs"] == 3 and seen["skipped"] == 0, runs["compiled"].output
     assert runs["eager"].seen["graphs"] == 0 and seen.get("cuda_graphs", True)
 
@@ -201,8 +203,9 @@ def test_a_signal_makes_it_save_and_leave(trained, when, code, step):
 
 
 BATCH = ["--max-steps", 10, "--batch-size"]
-ACCUMULATED = ["--accumulation-steps", 2]
-EQUAL = {  # to one rank that accumulates over two microbatches; a pipeline's batch is that of two processes
+ACCUMULATED = ["--global-batch-size", 32]
+# To one rank that accumulates over two microbatches; a pipeline's batch is that of two processes.
+EQUAL = {
     "one rank": (1, "ddp_cifar", [*BATCH, 16, *ACCUMULATED], {}),
     "two ranks": (2, "ddp_cifar", [*BATCH, 16], {}),
     "pipeline": (2, "pipeline_cifar", [*BATCH, 32], {}),
@@ -310,8 +313,8 @@ def test_the_stages_in_a_row_are_the_whole_model(parts, precision, tolerance):
 
 
 def test_replicas_have_the_gradients_of_one_device_and_activations_stay_channels_last(parts):
-    """The weights of all replicas but the first lose it: torch broadcasts them flattened, in the order of NCHW. The
-    convolutions take the layout of their inputs, and convert the weights."""
+    """The weights of all replicas but the first lose it: torch broadcasts them flattened, in the
+    order of NCHW. The convolutions take the layout of their inputs, and convert the weights."""
     device, answers = parts
     require(device, 2 if device == "cuda" else 1)
     answer = answers["replicas", "no"]
@@ -353,3 +356,16 @@ def test_launched_saved_and_resumed_without_a_warning(tmp_path):
     one, other = (outputs(directory) for directory in (first, second))
     assert other["summary"]["resumed_from"] == 2 and other["summary"]["device"] != "cpu"
     assert other["summary"]["test_loss"] == pytest.approx(one["summary"]["test_loss"], abs=0.01)
+
+
+def test_compiled_under_ddp_no_partition_updates_buffers_that_keep_it_from_cuda_graphs(tmp_path):
+    """DDP divides the graph; BatchNorm's statistics have to be static inputs of each partition."""
+    script = {"processes": 1, "script": ROOT / "tests/programs/graph_partitions.py"}
+    run = {**script, "directory": tmp_path, "flags": [tmp_path / "answer.json"], "env": one_rank()}
+    [(codes, output)] = forked([run], tmp_path, **environment("cpu"))
+    assert codes == [0], output
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    forward = [part for part in answer["partitions"] if part["kind"] == "forward"]
+    assert len(forward) > 1, "it has to be divided to show anything"
+    assert sum(part["mutated"] for part in forward) == answer["changed"] == 12
+    assert {part["not static"] for part in answer["partitions"]} == {0}

@@ -1,4 +1,5 @@
-"""gpu_report.py: whatever happens to a part, what the others and it itself have measured is written."""
+"""gpu_report.py: whatever happens to a part, what the others and it itself have measured is
+written."""
 
 import json
 import os
@@ -8,14 +9,16 @@ import threading
 from pathlib import Path
 
 import gpu_report
+import gpu_report_parts
 import psutil
 import pytest
-from conftest import PROGRAMS, ROOT, run, wait_until
+from conftest import PROGRAMS, ROOT, forked, free_port, run, wait_until
 
 PARTS = """
 import json, os, subprocess, sys, time
 name, folder = sys.argv[1], sys.argv[sys.argv.index("--folder") + 1]
-open(f"{folder}/{name}.json", "w").write(json.dumps({"notes": ["begun"], "rows": [{"x": 1234.5}, {"x": 1, "y": "z"}]}))
+rows = [{"x": 1234.5}, {"x": 1, "y": "z"}]
+open(f"{folder}/{name}.json", "w").write(json.dumps({"notes": ["begun"], "rows": rows}))
 print("said by", name, flush=True)
 if name == "raises":
     raise ValueError("broken")
@@ -28,7 +31,8 @@ if name == "hangs":
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """Run these groups of parts; return the exit status, {part: what results.json has}, and the report."""
+    """Run these groups of parts; return the exit status, {part: what results.json has}, and the
+    report."""
     (tmp_path / "parts.py").write_text(PARTS)
 
     def call(*groups, minutes=9):
@@ -109,7 +113,6 @@ def test_the_training_at_the_end_writes_its_curve(tmp_path):
         sys.executable,
         ROOT / "benchmarks/gpu_report_parts.py",
         "training",
-        "--rehearse",
         "--folder",
         tmp_path,
     ]
@@ -117,3 +120,122 @@ def test_the_training_at_the_end_writes_its_curve(tmp_path):
     (evaluation,) = json.loads((tmp_path / "training.json").read_text())["rows"]
     assert 0 <= evaluation["test_accuracy"] <= 1, process.stdout
     assert (tmp_path / "training.svg").read_text().endswith("</svg>\n")
+
+
+MEASURED = ["4", "0", "ddp_cifar", "--log-every", "1", "--epochs", "1"]
+SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--batch-size", "4"]
+
+
+def test_one_rank_on_a_gpu_is_in_ddp_and_what_does_not_happen_fails(tmp_path):
+    """Accelerate wraps one rank on CPU, not on a GPU. The last run is without what mends it."""
+    broken = tmp_path / "broken.py"
+    text = (ROOT / "benchmarks/timed_training.py").read_text()
+    assert text.count("\nddp_on_one_rank()\n") == 1
+    broken.write_text(text.replace("\nddp_on_one_rank()\n", "\n"))
+    good = ROOT / "benchmarks/timed_training.py"
+    kinds = [(good, "nothing"), (good, "broadcast buffers"), (good, "foreach SGD")]
+    runs = []
+    for index, (script, change) in enumerate([*kinds, (good, "parts"), (broken, "nothing")]):
+        run = {"processes": 1, "script": ROOT / "tests/programs/as_multi_gpu.py"}
+        run["directory"] = tmp_path / str(index)
+        run["directory"].mkdir()
+        run["flags"] = [script, change, *MEASURED, *SMALL]
+        run["env"] = {**gpu_report_parts.ONE_RANK, "MASTER_PORT": str(free_port())}
+        runs.append(run)
+    *fine, (codes, output) = forked(runs, tmp_path, 2, **PROGRAMS)
+    for each in fine:
+        assert each[0] == [0], each[1]
+    assert codes == [1] and "what was measured has [], and not ['DDP']" in output
+    seconds = json.loads((tmp_path / "3/timings.json").read_text())
+    parts = {"data", "step", "compute_loss", "backward", "metrics", "hang", "signals", "optimizer"}
+    assert parts <= seconds.keys() and len(seconds["step"]) >= 3
+    assert min(seconds["step"]) > 0
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """The functions that decide what is measured, of a GPU with so much memory and time, and the
+    notes that they make."""
+
+    def call(gib, seconds=1000):
+        monkeypatch.setattr(gpu_report_parts, "gpu_gib", lambda: gib)
+        monkeypatch.setattr(gpu_report_parts, "seconds_left", lambda: seconds)
+        return gpu_report_parts.Report(tmp_path / "plan.json")
+
+    return call
+
+
+def test_what_has_no_room_on_the_gpu_is_left_out_and_said(plan):
+    shapes = [("imagenet", 128), ("cifar", 512), ("imagenet", 1024), ("cifar", 1024)]
+    recipes = ["ddp_cifar", "amp_cifar --precision bf16", "plain_ddp_cifar --workers 8"]
+    configurations = [(recipe, *shape) for shape in shapes for recipe in recipes]
+    for gib, left_out in ((15, 5), (22, 2), (40, 0), (80, 0)):
+        report = plan(gib)
+        fitting = gpu_report_parts.with_memory(report, configurations)
+        assert len(fitting) == len(configurations) - left_out
+        assert len(report.notes) == (left_out > 0) and not report.failed
+    report = plan(22)
+    gpu_report_parts.with_memory(report, configurations)
+    assert report.notes == [
+        "left out, by estimate more than the GPU's 22 GiB: "
+        "ddp_cifar, cifar stem, batch 1024 (27 GiB); "
+        "plain_ddp_cifar --workers 8, cifar stem, batch 1024 (27 GiB)"
+    ]
+
+
+def test_what_has_no_time_is_left_out_and_no_failure(plan, monkeypatch):
+    now = 0.0
+    report = plan(80)
+    monkeypatch.setattr(gpu_report_parts.time, "monotonic", lambda: now)
+    monkeypatch.setattr(gpu_report_parts, "seconds_left", lambda: 100 - now)
+    done = []
+    for one in gpu_report_parts.in_time(report, ["a", "b", "c", "d", "e"]):
+        done.append(one)
+        now += 30  # of 100: a fourth one might not end in time
+    assert done == ["a", "b", "c"]
+    assert report.notes == ["left out, no time was left: d; e"] and not report.failed
+
+
+def test_one_by_one_where_four_together_need_more_memory(plan, monkeypatch):
+    together = []
+
+    def measure(*group, **_):
+        together.append(len(group))
+        return [{"start s": 1.0} for _ in group]
+
+    monkeypatch.setattr(gpu_report_parts, "measure", measure)
+    for gib, expected in ((40, 1), (60, 2)):  # there are two configurations on CPU
+        together.clear()
+        report = plan(gib)
+        gpu_report_parts.compile_cache(report)
+        assert together == [expected] * (2 // expected) and len(report.rows) == 2
+
+
+def test_a_run_without_memory_is_no_failure(tmp_path):
+    run = {"directory": tmp_path}
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\nTraceback\nend"
+    assert gpu_report_parts.answer(run, 0, [1], said) == {"n/a": said.splitlines()[0]}
+    assert gpu_report_parts.answer(run, 0, [1], "end") == {"failure": "exit code 1: end"}
+
+
+def test_the_baseline_is_measured_with_eight_workers_too_and_its_loader_alone(plan, monkeypatch):
+    rates = {"plain_ddp_cifar": 50.0, "plain_ddp_cifar --workers 8": 100.0, "ddp_cifar": 200.0}
+    report = plan(80)
+    shapes = [("imagenet", 8), ("cifar", 8)]
+    monkeypatch.setattr(gpu_report_parts, "SHAPES", shapes)
+    monkeypatch.setattr(gpu_report_parts, "PRECISIONS", {"fp32": "ddp_cifar"})
+    monkeypatch.setattr(gpu_report_parts, "loader_alone", lambda recipe, *_: recipe)
+    monkeypatch.setattr(gpu_report_parts, "measure", lambda one: [{"images/s": rates[one[0]]}])
+    gpu_report_parts.images(report)
+    found = [
+        (row["recipe"], row["stem"], row.get("over baseline"), row.get("loader alone"))
+        for row in report.rows
+    ]
+    plain, eight, ddp = rates
+    assert found == [
+        (plain, "imagenet", None, plain),
+        (eight, "imagenet", 2.0, eight),
+        (ddp, "imagenet", 4.0, None),
+        (plain, "cifar", None, None),
+        (ddp, "cifar", 4.0, None),
+    ]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ACCELERATE, PROGRAMS, ROOT, forked, free_port, outputs
+from conftest import ACCELERATE, PROGRAMS, ROOT, forked, free_port, outputs, wait_until
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -118,6 +118,49 @@ def test_two_hosts_whose_names_are_loopback_addresses_have_found_each_other(host
     if problem := hosts[2]:
         pytest.skip(problem)
     assert (trained[0] / "runs").is_dir()
+
+
+def test_a_host_whose_packets_are_lost_is_named(hosts, tmp_path):
+    """Both hosts go on running and hold their connections open, but none hears of the other."""
+    address, prefixes, problem = hosts
+    if problem:
+        pytest.skip(problem)
+    line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
+    line += ["--num_processes", 2, "--main_process_ip", address]
+    line += ["--main_process_port", free_port()]
+    flags = [*FLAGS, "--max-steps", 100_000, "--epochs", 10_000, "--hang-timeout", 5]
+    running = []
+    for rank, prefix in enumerate(prefixes):
+        directory = tmp_path / f"host{rank}"
+        directory.mkdir()
+        recipe = ROOT / "recipes/ddp_cifar.py"
+        command = [*prefix, *line, "--machine_rank", rank, recipe, *flags]
+        running.append(
+            subprocess.Popen(
+                list(map(str, command)),
+                cwd=directory,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth7"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    metrics = tmp_path / "host0/runs/ddp_cifar/metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 5, 120)
+        nowhere = "lladdr 02:00:00:00:00:99 dev eth7 nud permanent"
+        for prefix, other in zip(prefixes, ("10.77.0.2", "10.77.0.1"), strict=True):
+            lose = [*prefix, "ip", "neigh", "replace", other, *nowhere.split()]
+            subprocess.run(list(map(str, lose)), check=True)
+        printed = [host.communicate(timeout=120)[0] for host in running]
+    finally:
+        for host in running:
+            host.kill()
+    for rank, host in enumerate(running):
+        assert host.returncode != 0
+        other = prefixes[1 - rank][3]
+        told = f"ddp_cifar: error: rank {1 - rank} on {other} (it was stopped or killed, or its "
+        assert told + "machine or network is gone) has not reached the end of step" in printed[rank]
 
 
 def train_all(ports):

@@ -141,3 +141,31 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
             and output.count("\n") == 1
             and message in output
         ), output
+
+
+def continued(tracker, directory, **env):
+    """A run with a tracker that is killed after step 5 of 10, and continued from step 4."""
+    flags = ["--batch-size", 64, "--epochs", 1, "--log-every", 1, "--checkpoint-every", 2]
+    common = {"recipe": "ddp_cifar", "processes": 1, "directory": directory / "run", "env": env}
+    common["flags"] = [*flags, "--tracker", tracker]
+    killed = {**common, "disturbances": {"0": [6, "SIGKILL"]}}
+    outcomes = forked([killed, common], directory)
+    assert [codes for codes, _ in outcomes] == [[-9], [0]], outcomes
+    assert "resumed_from: 4\n" in outcomes[1][1]
+    return directory / "run"
+
+
+def test_a_continued_run_is_one_curve_in_tensorboard(tmp_path):
+    """Step 5 was logged twice: before the kill, and again."""
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    directory = continued("tensorboard", tmp_path)
+    events = loading.EventAccumulator(str(directory / "ddp_cifar")).Reload()
+    assert [scalar.step for scalar in events.Scalars("train/loss")] == list(range(1, 11))
+
+
+def test_a_continued_run_is_one_run_for_wandb(tmp_path):
+    """Offline: both parts have the same run id, by which wandb joins them."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    continued("wandb", tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    parts = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(parts) == 2 and len({name.rpartition("-")[2] for name in parts}) == 1, parts

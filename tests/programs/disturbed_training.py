@@ -77,9 +77,9 @@ def watch_batches(recipe, directory, when, what):
 
 
 def kill_while_saving(recipe, operation, moment):
-    """Before and after every operation on the disk: the n-th such moment of one kind is the process's
-    last. With the operation "record", `moment` is a file: it gets the kinds of all moments until
-    the end of the first save."""
+    """Before and after every operation on the disk: the n-th such moment of one kind is the
+    process's last. With the operation "record", `moment` is a file: it gets the kinds of all
+    moments until the end of the first save."""
     moments = collections.Counter()
     kinds = []
 

@@ -1,4 +1,5 @@
-"""Parts of a training on CPU or GPU, the functions below: parts_on_device.py ANSWER.json PART DEVICE PRECISION
+"""Parts of a training on CPU or GPU, the functions below: parts_on_device.py ANSWER.json PART
+DEVICE PRECISION
 
 Run by test_gpu.py, as a process of forked.py.
 """
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from conftest import both_stages, load
+from conftest import both_stages, ddp_on_one_rank, load
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,14 +24,14 @@ model, batch_size = ("resnet50", 16) if cuda else ("simple_cnn", 2)
 args = SimpleNamespace(
     data="synthetic", model=model, stem="imagenet", batch_size=batch_size, split=None
 )
-vars(args).update(
-    cpu=not cuda, log_every=1, seed=0, tracker=None, output_dir=".", accumulation_steps=1
-)
+vars(args).update(cpu=not cuda, log_every=1, seed=0, tracker=None, output_dir=".", threads=None)
+vars(args).update(lr=0.01, epochs=1, max_steps=None, global_batch_size=batch_size)
 torch.manual_seed(0)
 
 
 class Reads(TorchDispatchMode):
-    """Counts what would make a GPU's host wait: values that are read. On CPU, where torch does not say."""
+    """Counts what would make a GPU's host wait: values that are read. On CPU, where torch does not
+    say."""
 
     count = 0
 
@@ -45,29 +46,29 @@ class Reads(TorchDispatchMode):
 def synchronisations():
     """In three steps of training with data, loss and signals, and in one that reads its loss."""
     recipe = load("recipes/amp_cifar.py")
+    args.precision = "fp32" if precision == "no" else precision
+    ddp_on_one_rank()
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = recipe.make_accelerator(args, precision, ddp)
+    accelerator = recipe.make_accelerator(args, args.precision, ddp)
     if precision == "fp16" and not cuda:
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     loaders = accelerator.prepare(*recipe.reproducible(recipe.load_data(args, accelerator), 0))
     model = recipe.build_model(args)
-    options = {"momentum": 0.9, "nesterov": True, "fused": None if accelerator.scaler else cuda}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer, scheduler = recipe.make_optimizer(model, args, 100)
     model, optimizer = accelerator.prepare(model, optimizer)
-    model.broadcast_buffers = False
-    signals, sums, batches = (
-        recipe.SignalHandler(accelerator),
-        SimpleNamespace(names=[], totals=0),
-        iter(loaders[0]),
-    )
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    recipe.send_buffers_if_needed(model)
+    stop = recipe.StopSignal(accelerator)
+    steps = recipe.Steps(loaders[0], 1, args)
+    metrics = SimpleNamespace(names=[], sums=0, display=SimpleNamespace(advance=lambda: None))
+    batches = steps.timed(loaders[0])
 
     def step():
-        recipe.seed_rng(0, 0, 0, 0)
-        recipe.Run.add(
-            sums, recipe.train_step(accelerator, model, optimizer, scheduler, next(batches), None)
+        values, _ = recipe.train_step(
+            accelerator, model, optimizer, scheduler, [next(batches)], (0, 0), None
         )
-        signals.should_stop()
+        recipe.Metrics.add(metrics, 1, values)
+        stop.requested()
 
     def count(*functions):
         torch.cuda.set_sync_debug_mode("warn")
@@ -89,7 +90,7 @@ def synchronisations():
         step()
     answer = {
         "in three steps": count(step, step, step),
-        "when read": count(lambda: sums.totals.sum().item()),
+        "when read": count(lambda: metrics.sums.sum().item()),
     }
     accelerator.free_memory()
     accelerator.end_training()
@@ -97,8 +98,9 @@ def synchronisations():
 
 
 def chained_stages():
-    """Both stages of the pipeline, one after the other, against the whole model: how far logits and gradients are from
-    its, relative to their norms; and whether what the stages hand on, and back, is contiguous."""
+    """Both stages of the pipeline, one after the other, against the whole model: how far logits and
+    gradients are from its, relative to their norms; and whether what the stages hand on, and back,
+    is contiguous."""
     recipe = load("recipes/pipeline_cifar.py")
     accelerator = Accelerator(cpu=not cuda, mixed_precision=precision)
     dtype = torch.float64 if precision == "no" else torch.float32
@@ -139,8 +141,8 @@ def chained_stages():
 
 
 def replicas():
-    """DataParallel on all GPUs: its gradients, those of one device, and on which devices a convolution ran, with the
-    weight and with the output in channels_last."""
+    """DataParallel on all GPUs: its gradients, those of one device, and on which devices a
+    convolution ran, with the weight and with the output in channels_last."""
     recipe, layouts = load("recipes/data_parallel_cifar.py"), []
     args.model = "simple_cnn"
     single = recipe.build_model(args).to(device)

@@ -1,8 +1,9 @@
-"""A whole training on CPU or GPU. Run by test_gpu.py, as a process of forked.py: training_on_device.py RUN.json
+"""A whole training on CPU or GPU. Run by test_gpu.py, as a process of forked.py:
+training_on_device.py RUN.json
 
-RUN.json is as in disturbed_training.py, and besides:
-`deterministic` algorithms; `fp16` on CPU, with the scaler of a GPU; `when` it gets a signal, with all that it has
-started: in its first "compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/seen.RANK.
+RUN.json is as in disturbed_training.py, and besides: `deterministic` algorithms; `fp16` on CPU,
+with the scaler of a GPU; `when` it gets a signal, with all that it has started: in its first
+"compilation", or "evaluation". Writes what it saw at its end to DIRECTORY/seen.RANK.
 """
 
 import ctypes
@@ -14,9 +15,20 @@ from pathlib import Path
 
 import disturbed_training
 import torch
+from conftest import ddp_on_one_rank
 from torch import distributed, nn
 
 run = json.loads(sys.argv[1])
+ddp_was_made = False
+
+
+class DDP(nn.parallel.DistributedDataParallel):
+    """Notes that it was made."""
+
+    def __init__(self, *arguments, **options):
+        global ddp_was_made
+        super().__init__(*arguments, **options)
+        ddp_was_made = True
 
 
 def has_cuda_context():
@@ -44,6 +56,7 @@ def observe():
     from torch._dynamo.utils import counters
 
     seen = {
+        "ddp": ddp_was_made,
         "context": has_cuda_context(),
         "backend": distributed.is_initialized() and distributed.get_backend(),
         "graphs": counters["stats"]["unique_graphs"],
@@ -71,12 +84,20 @@ def interrupt(name):
 
 
 def prepare(recipe):
-    make_accelerator, finish = recipe.make_accelerator, recipe.Run.finish
+    make_accelerator = recipe.make_accelerator
+    finish = recipe.Metrics.finish
     when, name = run.get("when", (None, None))
     if when == "compilation":
         from torch._dynamo.callback import on_compile_start
 
-        on_compile_start(interrupt(name))
+        train_step = recipe.train_step
+
+        def watched(*arguments):  # what compiled before, for an evaluation, is not meant
+            recipe.train_step = train_step
+            on_compile_start(interrupt(name))
+            return train_step(*arguments)
+
+        recipe.train_step = watched
     if when == "evaluation":
         once, evaluate = interrupt(name), recipe.evaluate
         recipe.evaluate = lambda *arguments: (once(), evaluate(*arguments))[1]
@@ -90,11 +111,14 @@ def prepare(recipe):
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
 
-    def observed_finish(*arguments):
+    def observed_finish(*arguments, **more):
         observe()
-        finish(*arguments)
+        finish(*arguments, **more)
 
-    recipe.make_accelerator, recipe.Run.finish = prepared_accelerator, observed_finish
+    recipe.make_accelerator = prepared_accelerator
+    recipe.Metrics.finish = observed_finish
+    ddp_on_one_rank()
+    torch.nn.parallel.DistributedDataParallel = DDP
     if run["device"] == "cpu":
         if run.get("fp16"):
             recipe.choose_precision = lambda args: ("fp16", "by the test")

@@ -1,5 +1,5 @@
-"""What every Python that the tests start does first: the objects of a hundred imports are not garbage, and looking for
-some among them takes a fifth of the time that importing torch takes."""
+"""What every Python that the tests start does first: the objects of a hundred imports are not
+garbage, and looking for some among them takes a fifth of the time that importing torch takes."""
 
 import gc
 
