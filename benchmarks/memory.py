@@ -30,6 +30,7 @@ import math
 import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from weakref import ref
@@ -258,7 +259,7 @@ class FirstReplica(nn.Module):
         return torch.func.functional_call(self.module, replica, args, kwargs)
 
 
-# ------------------------------------------------------------------------------------ the techniques
+# ---------------------------------------------------------------------------------- the techniques
 def technique_of(recipe):
     """Return which technique a recipe, or a copy of one, has."""
     if hasattr(recipe, "shard"):
@@ -358,7 +359,9 @@ class Training:
                     optimizer.zero_grad()
             states = [x for state in optimizer.state.values() for x in state.values()]
             local = [x.to_local() if isinstance(x, DTensor) else x for x in states]
-            self.state_bytes = max(self.state_bytes, sum(x.nbytes for x in local if torch.is_tensor(x)))
+            self.state_bytes = max(
+                self.state_bytes, sum(x.nbytes for x in local if torch.is_tensor(x))
+            )
             return list(counter.timeline)
         finally:
             gc.enable()
@@ -468,14 +471,14 @@ class Training:
 HEAD = ["model", "recipe", "GPUs", "parameters", "gradients", "optimizer", "gathered"]
 HEAD += ["MiB per sample", "GiB", *(f"{card} GB" for card in CARDS)]
 SHORT = ["MiB per sample", "16 GB", "24 GB", "80 GB"]  # what the short table has of each model
-NOTES = """- **Computed, not measured on a GPU**, per GPU, by running optimizer steps on tensors without memory.
-- parameters, gradients, optimizer: GiB between the backward pass and the update. gathered: the two
-  largest neighbouring units of a sharded model while they are whole. pipeline: the stage that needs
-  more. data_parallel: the first GPU.
+NOTES = """- computed, not measured on a GPU; samples per GPU that fit, on 8 GPUs.
+- In the long table all is per GPU. parameters, gradients, optimizer, in GiB: between the backward
+  pass and the update. gathered: the two largest neighbouring units of a sharded model, whole.
+  pipeline: of the stage that needs more of it. data_parallel: of the first GPU.
 - MiB per sample: what one more sample costs in a large batch, mostly saved activations. GiB: all of
-  it with `--batch-size` (here 32) samples. 16 GB, ...: the most samples per GPU that fit into a card of so
-  many 10^9 bytes, less 2 GiB for CUDA's context, workspaces, fragmentation; 0: none.
-- The pipeline's `--batch-size` is twice that, in 8 microbatches; data_parallel's that of all."""
+  it with `--batch-size` (here 32) samples. 16 GB, ...: the most samples for a GPU of so many 10^9
+  bytes, less 2 GiB for CUDA's context, workspaces and fragmentation; 0: none.
+- The pipeline's `--batch-size` is that of two GPUs, in 8 microbatches; data_parallel's of all."""
 
 
 def load(path):
@@ -487,11 +490,14 @@ def load(path):
 
 
 def parsed(recipe, flags):
-    """Return a recipe's arguments. Exit with its error if a flag is wrong, or cannot be computed."""
-    kept = sys.argv[1:], sys.excepthook
+    """Return a recipe's arguments; of cifar10 and synthetic data, synthetic unless they say which.
+    Exit with the recipe's error if a flag is wrong, with another for what cannot be computed."""
+    words = sys.argv[1:]
+    hook = sys.excepthook
     sys.argv[1:] = flags
     args = recipe.parse_args(recipe.add_flags)
-    sys.argv[1:], sys.excepthook = kept
+    sys.argv[1:] = words
+    sys.excepthook = hook  # which the recipe replaces
     if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
         args.data = "synthetic"
     if getattr(args, "cpu_offload", False):
@@ -516,16 +522,17 @@ def counts(recipe, args):
 
 
 def held_bytes(training):
-    """Return the bytes of parameters, gradients, optimizer state and gathered units, per process."""
-    recipe, args = training.recipe, training.args
+    """Return the bytes per process of parameters, gradients, optimizer state, gathered units."""
+    recipe = training.recipe
+    args = training.args
     models = [training.stage(stage) for stage in training.stages]
     gathered = 0
     shards = 1
     if training.technique == "sharded":
         shards = training.processes // args.replicas
         units = [sum(p.numel() for p in unit) for unit in recipe.parameters_of_units(models[0])]
-        pairs = zip(units, units[1:], strict=False)
-        gathered = (2 if args.precision == "bf16" else 4) * max(a + b for a, b in pairs)
+        largest = max(map(sum, pairwise([*units, 0])))
+        gathered = largest * (2 if args.precision == "bf16" else 4)
     weights = max(sum(p.nbytes for p in model.parameters()) for model in models) / shards
     trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
     gradients = max(sum(p.nbytes for p in part) for part in trained) / shards
