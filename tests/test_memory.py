@@ -140,3 +140,13 @@ def test_bench_passes_its_words_on(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--memory", *words])
     monkeypatch.setattr(memory, "main", lambda given: given)
     assert load("benchmarks/bench.py").main() == words
+
+
+def test_the_page_begins_with_what_eight_gpus_hold():
+    one = ["1", *(["0.1"] * 4), "5.0", "0.3", "1", "2", "3", "4", "5"]
+    eight = ["2, 4, 8", *(["0.2"] * 4), "6.0", "0.4", "6", "7", "8", "9", "10"]
+    rows = [[model, "ddp", *cells] for model in ("A", "B") for cells in (one, eight)]
+    short, command, notes, full = memory.page(rows).split("\n\n")
+    assert short.splitlines()[2:] == ["| ddp | 6.0 | 6 | 7 | 9 | 6.0 | 6 | 7 | 9 |"]
+    assert command == "`python benchmarks/bench.py --memory`"
+    assert notes.startswith("- computed, not measured") and len(full.splitlines()) == 2 + 4
