@@ -4,6 +4,7 @@
     python benchmarks/bench.py
     python benchmarks/bench.py --recipes plain_ddp_cifar "ddp_cifar --compile" --data cifar10
     python benchmarks/bench.py --predict 450
+    python benchmarks/bench.py --memory
     accelerate launch --config_file accelerate_configs/2gpu.yaml benchmarks/bench.py \\
         --overhead amp_cifar
 
@@ -802,6 +803,8 @@ def parse_args():
     add(more, "--predict", "what more devices should give on links of this bandwidth", **bandwidth)
     recipes = ("ddp_cifar", "amp_cifar")
     add(more, "--overhead", "under accelerate launch: what parts of a step cost", choices=recipes)
+    memory = {"nargs": argparse.REMAINDER, "metavar": "RECIPE"}
+    add(more, "--memory", "GPU memory, computed: of all recipes, or of one and its flags", **memory)
     args = parser.parse_args()
     for recipe in args.recipes:
         words = [word for word in shlex.split(recipe) if not ASSIGNMENT.match(word)]
@@ -821,6 +824,10 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if args.memory is not None:
+        import memory
+
+        return memory.main(args.memory)
     args.gpu = gpu_name()
     if args.overhead:
         return overhead(args)

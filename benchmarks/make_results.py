@@ -155,7 +155,7 @@ def screen(summary, metrics, lines=14):
 def short(content):
     """The measured rows of a result file's table, and a line with its command, its hardware,
     versions and date."""
-    table, command, notes = content.split("\n\n")
+    table, command, notes, *_ = content.split("\n\n")
     rows = [row for row in table.splitlines() if "| computed |" not in row]
     return "\n".join(rows) + f"\n\n{command}: {notes.splitlines()[0].removeprefix('- ')}"
 

@@ -97,7 +97,7 @@ def test_the_functions_named_are_there_above_the_machinery():
 
 
 def test_the_result_tables_are_those_of_the_result_files():
-    for page, tables in ((README, 1), (MEASUREMENTS, 2)):
+    for page, tables in ((README, 2), (MEASUREMENTS, 3)):
         assert filled(page) == page, "run make results"
         assert (
             page.count("<!-- end -->")
@@ -235,4 +235,4 @@ def test_the_weights_load_in_plain_torchvision(tmp_path):
 
 
 def test_the_readme_is_short():
-    assert README.count("\n") <= 300
+    assert README.count("\n") <= 315
