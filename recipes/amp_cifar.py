@@ -1095,9 +1095,12 @@ class HangDetector:
                 known = numbers.get(rank) == report["number"] and rank != self.rank
                 silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
                 numbers[rank] = report["number"]
-            silent = [rank for rank, seconds in silence.items() if seconds >= self.timeout]
-            if (silent and self.has_store) or (self.armed and idle >= self.timeout):
-                self.end(silent)
+            if not self.has_store:
+                silence = {}
+            longest = max(silence.values(), default=0.0)
+            if longest >= self.timeout or (self.armed and idle >= self.timeout):
+                # Half: a rank that was stopped has written its last report after its last step.
+                self.end([rank for rank, x in silence.items() if x >= self.timeout / 2])
             if self.timeout <= idle < self.timeout + self.tick:
                 self.print_stack("no progress, which is no error yet")
 
