@@ -689,7 +689,8 @@ def check_loader(loader, drop_last):
         rule = "training needs drop_last=True, the test drop_last=False and some samples"
         exit_with_error(f"load_data: {rule}")
     dataset = without_subset(loader.dataset)
-    tensors = [(name, x) for name, x in vars(dataset).items() if torch.is_tensor(x)]
+    attributes = getattr(dataset, "__dict__", {})  # a list has none
+    tensors = [(name, x) for name, x in attributes.items() if torch.is_tensor(x)]
     on_gpu = [name for name, tensor in tensors if tensor.device.type != "cpu"]
     if on_gpu and (loader.num_workers or loader.pin_memory):
         what = f"{type(dataset).__name__}.{on_gpu[0]} is on the GPU"

@@ -5,6 +5,7 @@ import torch
 import torchvision.transforms.functional as TF
 from accelerate import Accelerator
 from conftest import REAL_DATA, load, needs_real_data
+from torch.utils.data import DataLoader
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")
@@ -93,3 +94,10 @@ def test_cifar10_is_read_whole():
     images, labels = recipe.cifar10(REAL_DATA, accelerator)[1]
     assert images.shape == (10_000, 32, 32, 3) and images.dtype == torch.uint8
     assert labels.bincount().tolist() == [1000] * 10
+
+
+def test_a_list_is_a_dataset():
+    """Anything with a length and an index is one for torch's DataLoader."""
+    loaders = [DataLoader([1, 2, 3], 2, shuffle=True, drop_last=True), DataLoader([4, 5], 2)]
+    train_loader, test_loader = recipe.reproducible(loaders, seed=0)
+    assert len(list(train_loader)) == 1 and list(test_loader)[0].tolist() == [4, 5]
