@@ -100,4 +100,4 @@ def test_a_list_is_a_dataset():
     """Anything with a length and an index is one for torch's DataLoader."""
     loaders = [DataLoader([1, 2, 3], 2, shuffle=True, drop_last=True), DataLoader([4, 5], 2)]
     train_loader, test_loader = recipe.reproducible(loaders, seed=0)
-    assert len(list(train_loader)) == 1 and list(test_loader)[0].tolist() == [4, 5]
+    assert len(list(train_loader)) == 1 and next(iter(test_loader)).tolist() == [4, 5]
