@@ -39,8 +39,8 @@ bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS
 gpu-report: $(READY)  ## tests and measurements on this machine's GPU in nine minutes; ARGS="--minutes 20" passes flags on
 	$(BIN)/python benchmarks/gpu_report.py $(ARGS)
 
-results:  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
-	$(PYTHON) benchmarks/make_results.py $(ARGS)
+results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
+	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
 	$(BIN)/python -m pytest $(ARGS)
