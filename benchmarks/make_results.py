@@ -130,7 +130,7 @@ def curve(summary, metrics):
     return "\n".join([*parts, "</svg>\n"])
 
 
-def screen(summary, metrics, lines=14):
+def screen(summary, metrics, lines=12):
     """Return a picture (SVG) of the terminal at the end of a run, from the paths of its
     summary.json and metrics.jsonl: the last lines of metrics, as the recipe's own Display shows
     them, and its progress bar."""
@@ -139,14 +139,16 @@ def screen(summary, metrics, lines=14):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    terminal = {"file": io.StringIO(), "force_terminal": True, "width": 120, "record": True}
+    terminal = {"file": io.StringIO(), "force_terminal": True, "width": 172, "record": True}
     # Not soft_wrap: there is no terminal to wrap the lines.
     recipe.Console = lambda **options: Console(**{**options, **terminal, "soft_wrap": False})
     display = recipe.Display(True, summary["steps"], summary["steps"])
     for line in [json.loads(line) for line in metrics.read_text().splitlines()][-lines:]:
         about = {name: line.pop(name) for name in ("event", "epoch", "step", "time")}
         head = f"step {about['step']}/{summary['steps']} epoch {about['epoch']}"
-        display.line(head, {name: x for name, x in line.items() if x is not None})
+        details = ("slowest_data_wait", "slowest_data_rank")  # of which the screen shows nothing
+        shown = {name: x for name, x in line.items() if name not in details and x is not None}
+        display.line(head, shown)
     display.console.print(display.progress)
     drawn = display.console.export_svg(title=launch_line(summary), unique_id="screen")
     return drawn.replace("\u00a0", "&#160;")

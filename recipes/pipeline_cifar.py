@@ -402,10 +402,12 @@ class Metrics:
         values["grad_norm"] = None if grad_norm is None else float(grad_norm)
         values["samples_per_second"] = self.throughput(seconds)
         values["data_wait"] = waited.mean().item() / seconds
-        values["slowest_data_wait"] = waited.max().item() / seconds
-        values["slowest_data_rank"] = waited.argmax().item()
         values["peak_memory_gib"] = round(memory.max().item(), 3)
-        self.write("train", {**values, **more})
+        slowest = {
+            "slowest_data_wait": waited.max().item() / seconds,
+            "slowest_data_rank": waited.argmax().item(),
+        }
+        self.write("train", {**values, **more}, slowest)
         self.sums = 0
         self.last_line = self.step
         self.start_clock()
@@ -435,10 +437,11 @@ class Metrics:
         self.measured_seconds += seconds
         return samples / seconds
 
-    def write(self, event, values):
-        """Put a line into metrics.jsonl, on the screen and to the trackers."""
+    def write(self, event, values, details=None):
+        """Put a line into metrics.jsonl, to the trackers and, without `details`, on the screen."""
         epoch = self.steps.epoch_of(self.step) + 1
-        numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
+        shown = {name: x for name, x in values.items() if isinstance(x, int | float)}
+        numbers = {**shown, **(details or {})}
         # JSON has neither NaN nor infinity.
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
         head = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
@@ -446,7 +449,7 @@ class Metrics:
         self.text += line
         self.file.write(line)
         self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
-        self.display.line(f"step {self.step}/{self.steps.total} epoch {epoch}", numbers)
+        self.display.line(f"step {self.step}/{self.steps.total} epoch {epoch}", shown)
 
     def finish(self, test, **more):
         """Print the results and write summary.json, unless a run that had ended, at the last step
@@ -500,7 +503,8 @@ class Display:
         self.console.print(title, *[f"  {name}: {x}" for name, x in shown.items()], sep="\n")
 
     def line(self, head, values):
-        self.console.print(head, *[f"{name} {x:,.4g}" for name, x in values.items()])
+        shown = [f"{x:,}" if isinstance(x, int) else f"{x:,.4g}" for x in values.values()]
+        self.console.print(head, *map(" ".join, zip(values, shown, strict=True)))
 
 
 def survive_errors(stream):
