@@ -139,7 +139,7 @@ def screen(summary, metrics, lines=12):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    terminal = {"file": io.StringIO(), "force_terminal": True, "width": 172, "record": True}
+    terminal = {"file": io.StringIO(), "force_terminal": True, "width": 184, "record": True}
     # Not soft_wrap: there is no terminal to wrap the lines.
     recipe.Console = lambda **options: Console(**{**options, **terminal, "soft_wrap": False})
     display = recipe.Display(True, summary["steps"], summary["steps"])
