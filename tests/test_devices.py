@@ -79,7 +79,7 @@ def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu, monkeypatch)
     metrics.add(1, [values, values])
     assert metrics.sums.device == GPU
     metrics.log(torch.ones((), device=GPU), 0.1, torch.ones((), device=GPU))
-    assert [event for event, _ in written] == ["train"]
+    assert [event for event, *_ in written] == ["train"]
 
 
 def test_evaluations_stay_on_the_gpu(on_gpu, monkeypatch):
