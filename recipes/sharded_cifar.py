@@ -56,10 +56,10 @@ from torch.utils.data import DataLoader, Dataset
 
 def add_flags(add):
     """Declare this example's flags; with `may_differ` a resumed run may change it. Replace this."""
-    add("--data", "synthetic needs no files", choices=("cifar10", "synthetic"), default="cifar10")
+    add("--data", "synthetic: no download", choices=("cifar10", "synthetic"), default="cifar10")
     add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data", may_differ=True)
     add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
-    add("--stem", "of resnet50: 3x3, or 7x7", choices=("cifar", "imagenet"), default="cifar")
+    add("--stem", "3x3, or 7x7 and max-pooling", choices=("cifar", "imagenet"), default="cifar")
     add("--clip-norm", "clip the gradient to this norm", type=positive_float)
     add_sharding_flags(add)  # of this technique, whatever is trained
 
@@ -131,13 +131,13 @@ def lr_lambda(step, total_steps):
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, seed, clip_norm):
-    """Take one optimizer step. Return the metrics of each microbatch, and the gradient's norm
-    before clipping to `clip_norm` (inf: only measured; None: neither). All stay on the device:
-    reading them here would make the host wait for it in every step."""
+def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key, clip_norm):
+    """Take one optimizer step over the batches `microbatches`. Return the metrics of each, and the
+    gradient's norm before clipping to `clip_norm` (inf: only measured; None: neither). All stay on
+    the device: reading them here would make the host wait for it in every step."""
     metrics = []
     for index, batch in enumerate(microbatches):
-        seed_rng(*seed, index, accelerator.process_index)  # a resumed run repeats dropout
+        seed_rng(*step_key, index, accelerator.process_index)  # a resumed run repeats dropout
         with accelerator.accumulate(model):  # gradients are averaged in the last microbatch
             metrics.append(checked(compute_loss(model, batch)))
             accelerator.backward(mean_loss(metrics[-1]))
@@ -186,15 +186,16 @@ def main():
     held = held_after_first_step(model, optimizer)
     # Not the model: that would add DDP. Not the scheduler: it would advance once per process.
     optimizer = accelerator.prepare(optimizer)
-    check_evaluation(accelerator, model, test_loader)
+    check_evaluation(model, test_loader)
 
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    config = describe(args, accelerator, steps, holds=describe_shards(model))
+    config = describe(args, accelerator, steps, optimizer, holds=describe_shards(model))
     checkpoints = ShardedCheckpoints(accelerator, config, states)
     checkpoint = checkpoints.find()
     if checkpoint:
         steps.done = checkpoints.load(checkpoint)
     metrics = Metrics(accelerator, config, steps, checkpoint)
+    del checkpoint  # on each process a copy of the whole state, in host memory
     stop = StopSignal(accelerator)
 
     for epoch in steps.epochs_left():
@@ -305,7 +306,7 @@ def test_metrics(metrics, sums, samples):
     return {**{f"test_{name}": value for name, value in values.items()}, "samples": samples}
 
 
-def check_evaluation(accelerator, model, loader):
+def check_evaluation(model, loader):
     """Evaluate one batch, so that a mistake is found now and not after an epoch."""
     with torch.no_grad(), eval_mode(model):
         sample_rows(checked(compute_loss(model, next(iter(loader)))))
@@ -387,11 +388,12 @@ class Metrics:
     def log(self, weight_norm, learning_rate, grad_norm, **more):
         """Write a line: means over all processes since the last one. This waits for the device.
 
-        Exit if loss or weights are not finite. The gradient's norm would not do: fp16 skips steps
-        in which it is not, and other weights than those of this step's gradient can be NaN, too.
+        Exit if loss or weights are not finite. The gradient's norm does not show it: fp16 skips
+        steps whose gradients overflow, and weights without a gradient in this step can be NaN.
         """
+        weight_norm = float(weight_norm)  # waits for the device, in this frame: see `own_report`
         own = [weight_norm, self.steps.waited, peak_memory(self.accelerator) / 2**30]
-        own = torch.tensor([float(x) for x in own], device=self.accelerator.device)
+        own = torch.tensor(own, device=self.accelerator.device)
         by_rank = self.accelerator.gather(torch.cat([self.sums, own])[None]).double().cpu()
         seconds = time.perf_counter() - self.clock
         sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
@@ -415,7 +417,8 @@ class Metrics:
     def exit_if_not_finite(self, values, losses, weight_norms):
         """Exit if the loss or the weights of a rank are not; warn of other metrics."""
         # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
-        wrong = ~(losses if not losses.isfinite().all() else weight_norms).isfinite()
+        suspects = weight_norms if losses.isfinite().all() else losses
+        wrong = ~suspects.isfinite()
         if wrong.any():
             ranks = wrong.nonzero().flatten().tolist()
             where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
@@ -523,7 +526,8 @@ def survive_errors(stream):
 
 
 def peak_memory(accelerator):
-    """Return the most bytes that this process held: in tensors on the GPU, or on CPU at all."""
+    """Return this process's peak memory in bytes: torch's allocations on the GPU or, on CPU, the
+    resident set size."""
     if accelerator.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -532,29 +536,34 @@ def peak_memory(accelerator):
 
 # -------------------------------------------------------------------------------- reproducible data
 def divide_global_batch(args, accelerator, replicas, multiple=1):
-    """Set `args.batch_size`, a multiple of `multiple`, and `args.global_batch_size`, and return the
-    number of microbatches per step, all for `replicas` of the model. Exit with an error where the
-    global batch cannot be divided."""
+    """Divide the global batch among `replicas` of the model, and then into microbatches.
+
+    Set `args.global_batch_size`, `args.batch_size` (samples per microbatch and replica, a multiple
+    of `multiple`) and `accelerator.gradient_accumulation_steps`; return the number of microbatches
+    per step. Exit with an error that names the nearest possible sizes if it cannot be divided.
+    """
     if args.global_batch_size is None:
         args.global_batch_size = args.batch_size * replicas
     largest = args.batch_size // multiple
     units = replicas * multiple  # a step has at least one sample for each
 
     def microbatches(share):
-        """As few as possible, but fewer than twice the necessary: small ones are slow."""
+        """Return the smallest number of equal microbatches, or None if it is twice the necessary
+        one: small microbatches are slow."""
         needed = -(-share // largest)
         return next((n for n in range(needed, 2 * needed) if share % n == 0), None)
 
     share, rest = divmod(args.global_batch_size, units)
-    accumulation = None if rest or not largest else microbatches(share)
+    accumulation = None if rest else microbatches(share)
     if accumulation is None:
         below = next(filter(microbatches, range(share, 0, -1)), None)
         above = next(filter(microbatches, count(share + 1)))
         nearest = " or ".join(str(n * units) for n in (below, above) if n)
+        unit = f", each a multiple of {multiple}" if multiple > 1 else ""
         exit_with_error(
             f"argument --global-batch-size: {args.global_batch_size} cannot be divided among "
-            f"{replicas} replica(s) in equal batches of {args.batch_size} or little less, "
-            f"multiples of {multiple}: choose {nearest}"
+            f"{replicas} replica(s) in equal microbatches close to {args.batch_size}{unit}: "
+            f"choose {nearest}"
         )
     args.batch_size = share // accumulation * multiple
     accelerator.gradient_accumulation_steps = accumulation
@@ -761,8 +770,8 @@ class Checkpoints:
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return the checkpoint to resume from, on all processes, or None where there is none. Exit
-        with an error if it is damaged, or of another run."""
+        """Return, on all processes, the newest intact checkpoint of this run, or None if there is
+        no checkpoint. Exit with an error if none is intact, or if it is of another run."""
         found = [None, None]
         if self.accelerator.is_main_process:
             try:
@@ -808,7 +817,9 @@ class Checkpoints:
             except Exception as error:  # whatever a torn file makes the readers stumble over
                 problems.append(f"cannot load {path} ({error!r:.200})")
                 continue
-            print(*problems, f"{RECIPE}: resuming from {path}", file=sys.stderr, sep="\n")
+            for problem in problems:
+                print(f"{RECIPE}: warning: {problem}, trying an older one", file=sys.stderr)
+            print(f"{RECIPE}: resuming from {path}", file=sys.stderr)
             return {**checkpoint, "path": str(path)}
         if problems:
             remedy = "choose another checkpoint, or another --output-dir to start afresh"
@@ -864,7 +875,8 @@ class Checkpoints:
         if not steps.ends_epoch(step):
             return False
         long_ago = [time.monotonic() - self.saved_at > 60]
-        utils.broadcast_object_list(long_ago)  # the main process decides: clocks differ
+        if self.accelerator.cpu_group:  # the main process decides: clocks differ
+            distributed.broadcast_object_list(long_ago, 0, self.accelerator.cpu_group)
         return long_ago[0]
 
     def save(self, step, metrics):
@@ -927,10 +939,16 @@ def sync_directory(directory):
 
 
 def without_numpy(content):
-    """Return it with plain numbers for NumPy's, as a learning rate may be: those could not be read
-    again without running code."""
-    is_number = {"test_type": lambda x: isinstance(x, numpy.generic)}
-    return utils.recursively_apply(numpy.generic.item, content, **is_number)
+    """Return the content with Python numbers for NumPy's, as a learning rate may be: those could
+    not be read again without running code. A model's state dict, an OrderedDict, stays as it is: a
+    copy would lose the versions of its modules."""
+    if isinstance(content, numpy.generic):
+        return content.item()
+    if type(content) is dict:
+        return {name: without_numpy(value) for name, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(without_numpy(value) for value in content)
+    return content
 
 
 def load_weights(accelerator, model, args):
@@ -944,7 +962,7 @@ def load_weights(accelerator, model, args):
     own = model.state_dict()
     try:
         weights = utils.load_state_dict(args.weights)  # runs no code
-        for wrapper in ("_orig_mod.", "module."):  # of torch.compile, of DDP
+        for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, torch.compile: any order
             weights = {name.removeprefix(wrapper): x for name, x in weights.items()}
         fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
     except Exception as error:  # whatever another kind of file makes the readers stumble over
@@ -1029,7 +1047,8 @@ class HangDetector:
         self.reports = {}  # {rank: its newest report}
         self.has_store = True
         run = [os.urandom(16).hex()]  # a restarted run may have the store of the one before
-        utils.broadcast_object_list(run)
+        if accelerator.cpu_group:  # not over NCCL, whose first collective may hang
+            distributed.broadcast_object_list(run, 0, accelerator.cpu_group)
         self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=self.watch, daemon=True)]
@@ -1060,8 +1079,9 @@ class HangDetector:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         own = [entry for entry in stack if entry.filename == __file__] or stack
         # In these a rank waits for others, or for the device.
-        files = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
-        functions = ("requested", "log", "divide_by_mean_weight")
+        files = ("torch/distributed/", "torch/autograd/", "torch/amp/grad_scaler")
+        files += ("accelerate/utils/operations",)
+        functions = ("requested", "log", "means", "divide_by_mean_weight")
         waits = any(part in stack[-1].filename for part in files) or stack[-1].name in functions
         return {
             "number": number,
@@ -1105,12 +1125,12 @@ class HangDetector:
                 # Half: a rank that was stopped has written its last report after its last step.
                 self.end([rank for rank, x in silence.items() if x >= self.timeout / 2])
             if self.timeout <= idle < self.timeout + self.tick:
-                self.print_stack("no progress, which is no error yet")
+                self.print_stack(" (no error before the first step or while saving)")
 
     def end(self, silent):
         """Print where this rank is and, on the first rank that is not silent, which have stalled;
         end the process."""
-        self.print_stack("no progress")
+        self.print_stack()
         reports = {**self.reports, self.rank: self.own_report(0)}
         if self.rank == min(reports.keys() - silent):
             os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
@@ -1133,12 +1153,11 @@ class HangDetector:
             how += ": they wait for one another, since one has left out a collective operation"
         return f"{', '.join(found)} has {how}"
 
-    def print_stack(self, title):
+    def print_stack(self, note=""):
         """Print the main thread's stack in one piece: those of the ranks must not mix."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        head = (
-            f"{RECIPE}: rank {self.rank} on {socket.gethostname()}: {title} for {self.timeout:g} s"
-        )
+        where = f"rank {self.rank} on {socket.gethostname()}"
+        head = f"{RECIPE}: {where}: no progress for {self.timeout:g} s{note}"
         os.write(2, "".join([head + ", at\n", *traceback.format_stack(frame)]).encode())
 
 
@@ -1155,10 +1174,10 @@ def exit_together(metrics, status, message):
     accelerator = metrics.accelerator
     metrics.display.progress.stop()
     accelerator.print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
+    for tracker in accelerator.trackers:
+        tracker.finish()  # before the barrier: the others wait for the main process
     if accelerator.cpu_group:
         distributed.barrier(accelerator.cpu_group)
-    for tracker in accelerator.trackers:
-        tracker.finish()
     kill_workers()
     os._exit(status)  # all at once, or the launcher would kill the slower ones
 
@@ -1176,9 +1195,9 @@ def first_problem(accelerator, problem):
 def exit_with_error(message):
     """Print an error in one line and exit with status 2. Any process may come here: of those that
     find the same error at the same time, the first one of the machine prints it."""
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    if rank != 0:
-        wait_for_launcher(4 + rank)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank != 0:
+        wait_for_launcher(4 + local_rank)
         message = f"rank {os.environ['RANK']}: {message}"
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -1212,7 +1231,7 @@ def report_exception(kind, error, trace):
 
 
 # ------------------------------------------------------------------------- command line and launch
-def describe(args, accelerator, steps, **more):
+def describe(args, accelerator, steps, optimizer, **more):
     """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
     on_gpu = accelerator.device.type == "cuda"
     packages = (torch, torchvision, accelerate)
@@ -1220,7 +1239,7 @@ def describe(args, accelerator, steps, **more):
         "recipe": RECIPE,
         **vars(args),
         "accumulation": steps.accumulation,
-        "peak_learning_rate": args.lr * args.global_batch_size / 128,
+        "peak_learning_rate": optimizer.defaults["lr"],
         "steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -1271,21 +1290,21 @@ def parse_args(add_flags):
     free = {"may_differ": True}
     trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
     add("--weights", "start from model.safetensors, or a state dict", metavar="PATH", **free)
-    add("--epochs", "passes over the training set; 0 evaluates", type=natural, default=30)
+    add("--epochs", "passes over the training set; 0: only evaluate", type=natural, default=30)
     add("--max-steps", "stop after this many optimizer steps", type=positive_int)
-    add("--batch-size", "most samples per process at once", type=positive_int, default=128)
-    add("--global-batch-size", "samples per optimizer step of all processes", type=positive_int)
-    add("--lr", "peak rate per 128 samples of global batch", type=positive_float, default=0.1)
-    add("--seed", "of weights, order and augmentation", type=natural, default=0)
-    add("--cpu", "do not use the GPUs: CPU cores, over gloo", action="store_true", **free)
+    add("--batch-size", "samples per process and microbatch", type=positive_int, default=128)
+    add("--global-batch-size", "samples per optimizer step, all processes", type=positive_int)
+    add("--lr", "peak learning rate per 128 samples of a step", type=positive_float, default=0.1)
+    add("--seed", "for weights, order and augmentation", type=natural, default=0)
+    add("--cpu", "train on CPU, also where there are GPUs", action="store_true", **free)
     add("--threads", "CPU threads per process", type=positive_int, **free)
     add("--output-dir", "for checkpoints and results", default=f"runs/{RECIPE}", **free)
-    add("--checkpoint-every", "steps between checkpoints", type=positive_int, **free)
+    add("--checkpoint-every", "optimizer steps between checkpoints", type=positive_int, **free)
     add("--keep", "how many checkpoints to keep", type=positive_int, default=2, **free)
-    add("--resume", "where to begin", default="auto", metavar="{auto,PATH}", **free)
+    add("--resume", "checkpoint; auto: the newest", default="auto", metavar="{auto,PATH}", **free)
     add("--log-every", "steps between lines (50 on GPUs, 10 on CPU)", type=positive_int, **free)
-    add("--tracker", "where metrics go, too", choices=trackers, **free)
-    add("--hang-timeout", "s until a stall ends it", type=positive_float, default=600, **free)
+    add("--tracker", "log metrics there, too", choices=trackers, **free)
+    add("--hang-timeout", "seconds a rank may stall", type=positive_float, default=600, **free)
     args = parser.parse_args()
     sys.excepthook = report_exception
     return args
@@ -1316,6 +1335,7 @@ def make_accelerator(args, precision, *handlers):
     mixed_precision = "no" if precision == "fp32" else precision
     check_launcher(mixed_precision)
     on_gpus = choose_device(args)
+    args.log_every = args.log_every or (50 if on_gpus else 10)
     if precision == "bf16":
         check_bf16(on_gpus)
     separate_restarts("nccl" if on_gpus else "gloo")
@@ -1336,7 +1356,7 @@ def make_accelerator(args, precision, *handlers):
     if started != accelerator.num_processes:
         seen = f"{started} processes were started, this one sees {accelerator.num_processes}"
         exit_with_error(f"{seen}: start them with accelerate launch")
-    # Barriers and objects by gloo: NCCL's end only after TIMEOUT if a process has ended.
+    # For votes, checkpoints and errors: NCCL's collectives wait for a process that died.
     in_group = accelerator.use_distributed
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
@@ -1381,8 +1401,8 @@ def separate_restarts(backend):
 
 
 def choose_device(args):
-    """Choose this process's GPU and threads; return whether there are GPUs. Exit with an error
-    where processes and GPUs do not match."""
+    """Select this process's GPU and its number of CPU threads; return whether there are GPUs. Exit
+    with an error where processes and GPUs do not match."""
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
     processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
@@ -1401,7 +1421,6 @@ def choose_device(args):
     told = utils.get_int_from_env(["OMP_NUM_THREADS"], 1)  # the launcher's default is 1
     share = told if told > 1 else max(1, cores // processes)
     torch.set_num_threads(args.threads or share)
-    args.log_every = args.log_every or (50 if gpus else 10)
     return gpus > 0
 
 
@@ -1442,7 +1461,9 @@ class ImageTensors(Dataset):
         self.height, self.width = images.shape[1:3]
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = 0 if augmentation_seed is None else 4
-        self.images = F.pad(images, (0, 0) + 4 * (self.padding,)).contiguous().to(device)
+        pad = self.padding
+        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
+        self.images = padded.contiguous().to(device)
         # Shared, for persistent workers: top, left and flip of each sample.
         self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
         self.augmentation.share_memory_()
@@ -1483,7 +1504,7 @@ def cifar10(directory, accelerator):
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
             missing = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error})"
-            problem = f"{missing}: --data synthetic"
+            problem = f"{missing}: to train without it, use --data synthetic"
     problem = first_problem(accelerator, problem)
     if problem:
         exit_with_error(problem)

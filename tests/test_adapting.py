@@ -334,7 +334,7 @@ ROWS = [
         "test = evaluate(accelerator, model, test_loader, hang)",
         f"test = {said('evaluate(accelerator, ema, test_loader, hang)')}",
     ),
-    ("save_model(model, args.output_dir)", said("save_model(ema.module, args.output_dir)")),
+    ("save_model(model, args.output_dir", said("save_model(ema.module, args.output_dir")),
     ("gradient_as_bucket_view=True)", f"gradient_as_bucket_view=True, {FIND_UNUSED})"),
     NOT_FUSED,
     (LAMBDA, COSINE),

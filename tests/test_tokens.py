@@ -55,13 +55,13 @@ def make_optimizer(model, args, total_steps):
 # Of process 1 the whole share, and of one process's two microbatches the second one.
 NO_TARGETS = ("LENGTHS = [2, 47, 5, 30, 11, 3, 19, 8]", "LENGTHS = [2, 47, 5, 30, 0, 0, 0, 0]")
 SCALER = """
-set_up = check_evaluation
+plain_description = describe
 
 
-def check_evaluation(accelerator, model, loader):
-    set_up(accelerator, model, loader)
+def describe(args, accelerator, *more, **values):
     accelerator.native_amp = True  # as on a GPU, but for autocast
     accelerator.state._mixed_precision = "fp16"
+    return plain_description(args, accelerator, *more, **values)
 
 
 accelerator_without_scaler = make_accelerator
