@@ -402,6 +402,7 @@ def overhead(args):
     add to a step."""
     recipe = load(args.overhead)
     vars(args).update(seed=0, cpu=not GPUS, tracker=None, log_every=args.steps, threads=None)
+    args.hang_timeout = 600.0
     args.precision = "fp32"
     if args.overhead == "amp_cifar":
         args.precision = None

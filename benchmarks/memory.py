@@ -493,11 +493,10 @@ def parsed(recipe, flags):
     """Return a recipe's arguments; of cifar10 and synthetic data, synthetic unless they say which.
     Exit with the recipe's error if a flag is wrong, with another for what cannot be computed."""
     words = sys.argv[1:]
-    hook = sys.excepthook
     sys.argv[1:] = flags
-    args = recipe.parse_args(recipe.add_flags)
+    names = ("add_flags", "add_technique_flags")
+    args = recipe.parse_args(*[getattr(recipe, name) for name in names if hasattr(recipe, name)])
     sys.argv[1:] = words
-    sys.excepthook = hook  # which the recipe replaces
     if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
         args.data = "synthetic"
     if getattr(args, "cpu_offload", False):

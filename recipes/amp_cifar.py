@@ -4,16 +4,15 @@
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/amp_cifar.py
     torchrun --nproc_per_node 2 recipes/amp_cifar.py --precision fp16 --clip-norm 1
 
-Weights, optimizer and losses stay in fp32; autocast computes convolutions and matrix products in
-bf16, or in fp16 with a scaled loss: unscaled, small gradients vanish. A step that overflows is
-skipped (Micikevicius et al. 2018, arXiv:1710.03740). The same command resumes an interrupted run.
+Weights, optimizer and loss stay in fp32; autocast computes convolutions and matrix products in bf16
+or, with a scaled loss, fp16 (Micikevicius et al. 2018, arXiv:1710.03740). The same command resumes.
 
-To make this file yours, replace `load_data`, `build_model`, `compute_loss` and `add_flags`, and
-change what you like above the line "machinery". Below it is code that all recipes share, with a
-banner for each part; of that, only the last one, CIFAR-10, belongs to the example.
+To make this file yours, replace `load_data`, `build_model`, `compute_loss` and `add_flags`. All
+above the banner "machinery" is to be edited; below it, only the part CIFAR-10 is the example's.
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import math
@@ -48,14 +47,11 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def add_flags(add):
-    """Declare this example's flags; with `may_differ` a resumed run may change it. Replace this."""
+    """Declare the example's flags; a resumed run may change those that may_differ. Replace this."""
     add("--data", "synthetic: no download", choices=("cifar10", "synthetic"), default="cifar10")
     add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data", may_differ=True)
     add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
     add("--stem", "3x3, or 7x7 and max-pooling", choices=("cifar", "imagenet"), default="cifar")
-    add("--clip-norm", "clip the gradient to this norm", type=positive_float)
-    add("--precision", "default: the config's, or bf16, or fp16", choices=("bf16", "fp16", "fp32"))
-    add("--compile", "use torch.compile (slow first step)", action="store_true", may_differ=True)
 
 
 def load_data(args, accelerator):
@@ -139,7 +135,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key,
     if clip_norm is not None:
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
-    if not accelerator.optimizer_step_was_skipped:  # as in fp16, when gradients overflow
+    if not accelerator.optimizer_step_was_skipped:  # in fp16, when gradients overflow
         scheduler.step()
     optimizer.zero_grad()
     return metrics, grad_norm
@@ -162,7 +158,7 @@ def evaluate(accelerator, model, loader, hang):
 
 
 def main():
-    args = parse_args(add_flags)
+    args = parse_args(add_flags, add_technique_flags)
     lock_output_directory(args.output_dir)
     args.precision, chosen_by = choose_precision(args)
     ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
@@ -182,7 +178,7 @@ def main():
     optimizer, scheduler = make_optimizer(model, args, steps.total)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
-    send_buffers_if_needed(model)
+    skip_batchnorm_broadcasts(model)
     check_evaluation(model, test_loader)
 
     plain_model = accelerator.unwrap_model(model)
@@ -225,9 +221,13 @@ def main():
         test = evaluate(accelerator, model, test_loader, hang)
         metrics.write("evaluation", test)
 
-    with hang.paused():
-        if checkpoints.last_step != metrics.step:  # the loop was left early
+    if checkpoints.last_step != metrics.step:  # the loop was left early
+        with hang.paused():
             checkpoints.save(metrics.step, metrics)
+    if metrics.evaluated_step != metrics.step:
+        test = evaluate(accelerator, model, test_loader, hang)
+        metrics.write("evaluation", test)
+    with hang.paused():
         accelerator.save_model(model, args.output_dir, max_shard_size="10000GB")  # in one file
         metrics.finish(test, **loss_scaling(accelerator, scheduler, metrics.step))
     hang.close()
@@ -244,18 +244,22 @@ TIMEOUT = timedelta(hours=2)  # of every process group: for downloading, and rea
 
 
 # ------------------------------------------------------------------------------------------ metrics
+ONE_PER_SAMPLE = (
+    'return {"loss": loss}, with one value per sample (reduction="none"), also in evaluations; '
+    'for tokens, each sequence\'s mean and their number as "weight"'
+)
+
+
 def checked(metrics):
     """Return what `compute_loss` returned; exit with an error unless it is {name: (B,) tensor}."""
-    example = 'return {"loss": loss}, with one value per sample (reduction="none")'
     if not isinstance(metrics, dict) or "loss" not in metrics:
         found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
-        exit_with_error(f"compute_loss returned {found}: {example}, also in evaluations")
+        exit_with_error(f"compute_loss returned {found}: {ONE_PER_SAMPLE}")
     for name in ("loss", *metrics):
         value = metrics[name]
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
         if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
-            tokens = 'for tokens, each sequence\'s mean and their number as "weight"'
-            exit_with_error(f'compute_loss: "{name}" is {shape} and not (B,): {example}; {tokens}')
+            exit_with_error(f'compute_loss: "{name}" is {shape} and not (B,): {ONE_PER_SAMPLE}')
     return metrics
 
 
@@ -310,7 +314,12 @@ def test_metrics(metrics, sums, samples):
 def check_evaluation(model, loader):
     """Evaluate one batch, so that a mistake is found now and not after an epoch."""
     with torch.no_grad(), eval_mode(model):
-        sample_rows(checked(compute_loss(model, next(iter(loader)))))
+        metrics = checked(compute_loss(model, next(iter(loader))))
+    values = len(sample_rows(metrics))
+    samples = loader.batch_sampler.batch_size
+    if values not in (samples, len(loader.dataset)):  # a test set smaller than a batch
+        found = f"{values} values for a batch of {samples} samples"
+        exit_with_error(f"compute_loss: {found}: {ONE_PER_SAMPLE}")
 
 
 @contextmanager
@@ -338,6 +347,7 @@ class Metrics:
         self.steps = steps
         self.step = steps.done
         self.last_line = steps.done  # at which step it was
+        self.evaluated_step = None
         self.names = []
         self.sums = 0  # of `sample_rows`, since the last line
         self.warned = set()
@@ -345,7 +355,9 @@ class Metrics:
         self.measured_seconds = 0.0
         self.started = time.time()
         self.text = checkpoint["metrics"] if checkpoint else ""  # what is in metrics.jsonl
-        self.run_id = checkpoint["run_id"] if checkpoint else os.urandom(16).hex()
+        self.run_id = os.urandom(16).hex()
+        if checkpoint and Path(checkpoint["path"]).parent == Path(config["output_dir"]):
+            self.run_id = checkpoint["run_id"]  # for a tracker a resumed run is the same run
         self.open_outputs()
 
     def open_outputs(self):
@@ -356,7 +368,7 @@ class Metrics:
             survive_errors(stream)
         self.file.write(self.text)
         scalars = {k: v for k, v in self.config.items() if isinstance(v, int | float | str)}
-        one_run = {  # a resumed run is the same run for a tracker
+        one_run = {
             "wandb": {"id": self.run_id, "resume": "allow"},
             "tensorboard": {"purge_step": self.step + 1},
         }
@@ -389,13 +401,15 @@ class Metrics:
     def log(self, weight_norm, learning_rate, grad_norm, **more):
         """Write a line: means over all processes since the last one. This waits for the device.
 
-        Exit if loss or weights are not finite. The gradient's norm does not show it: fp16 skips
-        steps whose gradients overflow, and weights without a gradient in this step can be NaN.
+        Exit if loss or weights are not finite. The gradient's norm does not show it: a step whose
+        gradients overflow may be skipped, and weights without a gradient in it can be NaN.
         """
         weight_norm = float(weight_norm)  # waits for the device, in this frame: see `own_report`
         own = [weight_norm, self.steps.waited, peak_memory(self.accelerator) / 2**30]
         own = torch.tensor(own, device=self.accelerator.device)
-        by_rank = self.accelerator.gather(torch.cat([self.sums, own])[None]).double().cpu()
+        row = torch.cat([self.sums, own])[None]
+        by_rank = self.accelerator.gather(row)
+        by_rank = by_rank.double().cpu()
         seconds = time.perf_counter() - self.clock
         sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
         values, _ = means(self.names, sums.sum(0))
@@ -426,11 +440,19 @@ class Metrics:
             remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
             message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
             exit_together(self, 1, message)
+        self.warn_if_not_finite(values)
+
+    def warn_if_not_finite(self, values):
         for name, value in values.items():
-            if not math.isfinite(value) and name not in self.warned:
-                self.warned.add(name)
+            metric = name.removeprefix("test_")
+            if not math.isfinite(value) and metric not in self.warned:
+                self.warned.add(metric)
                 text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
                 self.accelerator.print(text, file=sys.stderr)
+
+    def last_event(self):
+        line = json.loads(self.text.splitlines()[-1])
+        return line["event"], line["step"]
 
     def throughput(self, seconds):
         """Return the samples per second since the last line, or None where it is warm-up."""
@@ -442,9 +464,18 @@ class Metrics:
         return samples / seconds
 
     def write(self, event, values, details=None):
-        """Put a line into metrics.jsonl, to the trackers and, without `details`, on the screen."""
-        epoch = self.steps.epoch_of(self.step) + 1
+        """Put a line into metrics.jsonl, to the trackers and, without `details`, on the screen.
+
+        An evaluation that is repeated, since the loop was left early and the same command given
+        again, is not written again.
+        """
         shown = {name: x for name, x in values.items() if isinstance(x, int | float)}
+        if event == "evaluation":
+            self.evaluated_step = self.step
+            self.warn_if_not_finite(shown)
+            if self.text and self.last_event() == (event, self.step):
+                return
+        epoch = self.steps.epoch_of(self.step) + 1
         numbers = {**shown, **(details or {})}
         # JSON has neither NaN nor infinity.
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
@@ -711,9 +742,6 @@ def check_loader(loader, drop_last):
 
 
 # -------------------------------------------------------------------------------------- checkpoints
-FORMAT = 4
-
-
 class CheckpointError(Exception):
     """A checkpoint cannot be used, for the reason given."""
 
@@ -725,6 +753,7 @@ class Checkpoints:
     overrides the methods from `collect_states` to `delete`.
     """
 
+    format = 4
     pattern = f"step-{'[0-9]' * 8}.pt"
     # What a run that resumes may have otherwise, besides flags that say so in `parse_args`.
     may_differ = {"world_size", "batch_size", "accumulation", "device", "versions", "date"}
@@ -813,8 +842,8 @@ class Checkpoints:
         for path in paths:
             try:
                 checkpoint = self.read(path)
-                if checkpoint["format"] != FORMAT:
-                    raise ValueError(f"not of format {FORMAT}")
+                if checkpoint["format"] != self.format:
+                    raise ValueError(f"not of format {self.format}")
             except Exception as error:  # whatever a torn file makes the readers stumble over
                 problems.append(f"cannot load {path} ({error!r:.200})")
                 continue
@@ -856,6 +885,8 @@ class Checkpoints:
         problem = None
         try:
             self.load_states(checkpoint["states"])
+        except (torch.OutOfMemoryError, distributed.DistError):  # RuntimeErrors, too
+            raise
         except (KeyError, RuntimeError, ValueError) as error:
             problem = f"{checkpoint['path']} does not fit this model ({error!r:.200})"
         problem = first_problem(self.accelerator, problem)
@@ -883,7 +914,7 @@ class Checkpoints:
     def save(self, step, metrics):
         """Write a checkpoint, then delete all but the newest `--keep`."""
         content = {
-            "format": FORMAT,
+            "format": self.format,
             "config": self.config,
             "step": step,
             "metrics": metrics.text,
@@ -964,7 +995,7 @@ def load_weights(accelerator, model, args):
     try:
         weights = utils.load_state_dict(args.weights)  # runs no code
         for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, torch.compile: any order
-            weights = {name.removeprefix(wrapper): x for name, x in weights.items()}
+            weights = {k if k in own else k.removeprefix(wrapper): x for k, x in weights.items()}
         fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
     except Exception as error:  # whatever another kind of file makes the readers stumble over
         exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
@@ -998,9 +1029,8 @@ class StopSignal:
         # kill them before the next checkpoint.
         resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-        # Set by accelerate launch, and by torchrun. A launcher may die without passing a signal on.
-        launchers = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
-        self.launcher = LAUNCHER if launchers & os.environ.keys() else None
+        # A launcher may die without passing a signal on.
+        self.launcher = LAUNCHER if has_launcher() else None
 
     def receive(self, number, frame=None):
         StopSignal.received = self.received or number
@@ -1037,6 +1067,10 @@ class HangDetector:
     Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
     """
 
+    # In these files and functions a rank waits for others, or for the device.
+    waiting_files = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
+    waiting_functions = ("requested", "log", "means", "divide_by_mean_weight")
+
     def __init__(self, accelerator, timeout):
         self.rank = accelerator.process_index
         self.processes = accelerator.num_processes
@@ -1057,6 +1091,7 @@ class HangDetector:
             self.threads.append(threading.Thread(target=self.exchange, daemon=True))
         for thread in self.threads:
             thread.start()
+        faulthandler.cancel_dump_traceback_later()
 
     def made_progress(self, step=None):
         """Call this after each step, and after each batch of an evaluation."""
@@ -1079,17 +1114,13 @@ class HangDetector:
         """Return how far this rank is, and what its main thread does."""
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         own = [entry for entry in stack if entry.filename == __file__] or stack
-        # In these a rank waits for others, or for the device.
-        files = ("torch/distributed/", "torch/autograd/", "torch/amp/grad_scaler")
-        files += ("accelerate/utils/operations",)
-        functions = ("requested", "log", "means", "divide_by_mean_weight")
-        waits = any(part in stack[-1].filename for part in files) or stack[-1].name in functions
+        in_file = any(part in stack[-1].filename for part in self.waiting_files)
         return {
             "number": number,
             "step": self.step,
             "host": socket.gethostname(),
             "where": f"line {own[-1].lineno}, in {own[-1].name}",
-            "waits": waits,
+            "waits": in_file or stack[-1].name in self.waiting_functions,
         }
 
     def exchange(self):
@@ -1151,7 +1182,8 @@ class HangDetector:
             found.append(f"rank {rank} on {reports[rank]['host']} ({where})")
         how = f"not reached the end of step {step} for {self.timeout:g} s"
         if not silent and not busy:
-            how += ": they wait for one another, since one has left out a collective operation"
+            how += ": all wait for others, or for the device: one has left out a collective "
+            how += "operation, or a step takes longer than this"
         return f"{', '.join(found)} has {how}"
 
     def print_stack(self, note=""):
@@ -1194,16 +1226,23 @@ def first_problem(accelerator, problem):
 
 
 def exit_with_error(message):
-    """Print an error in one line and exit with status 2. Any process may come here: of those that
-    find the same error at the same time, the first one of the machine prints it."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank != 0:
-        wait_for_launcher(4 + local_rank)
-        message = f"rank {os.environ['RANK']}: {message}"
+    """Print an error in one line and exit with status 2. Any process may come here. The first one
+    of each machine prints at once. Another one prints some seconds later, unless its launcher ends
+    it before: then that one has printed the same error."""
+    rank = os.environ.get("RANK", "0")
+    let_first_rank_exit()
+    if rank != "0":
+        message = f"rank {rank}: {message}"
     print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
     sys.stdout.flush()
     kill_workers()
     os._exit(2)  # without the tear-down, in which gloo may abort
+
+
+def let_first_rank_exit():
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank != 0:
+        wait_for_launcher(4 + local_rank)
 
 
 def wait_for_launcher(seconds):
@@ -1219,12 +1258,16 @@ def report_exception(kind, error, trace):
     """Print an error that nothing has caught and exit; of one that only says that another process
     has ended, a line, and only if that one's error does not end this process first."""
     sys.stderr = sys.__stderr__  # torch's hook calls this one, and would print only after it
+    rank = os.environ.get("RANK", "0")
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in lost):
         wait_for_launcher(10)
-        text = f"{RECIPE}: rank {os.environ.get('RANK', 0)} ends: another process has ended"
+        text = f"{RECIPE}: rank {rank} ends: another process has ended"
         print(f"{text} ({error!s:.200})".replace("\n", " "), file=sys.stderr, flush=True)
     else:
+        let_first_rank_exit()  # with the same error, perhaps
+        if "RANK" in os.environ:
+            print(f"{RECIPE}: rank {rank} on {socket.gethostname()}:", file=sys.stderr)
         sys.__excepthook__(kind, error, trace)
     sys.stdout.flush()
     kill_workers()
@@ -1273,8 +1316,9 @@ positive_int = number_above(0, int)
 positive_float = number_above(0, float)
 
 
-def parse_args(add_flags):
-    """Return the parsed flags. Exit with an error, in one line, if one is wrong."""
+def parse_args(*declarations):
+    """Return the parsed flags: those that each of `declarations` adds, by calling its argument, and
+    those of all recipes. Exit with an error, in one line, if one is wrong."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.error = exit_with_error
@@ -1286,7 +1330,8 @@ def parse_args(add_flags):
         if may_differ:
             Checkpoints.may_differ.add(flag.dest)
 
-    add_flags(add)
+    for declare in declarations:
+        declare(add)
     natural = number_above(-1, int)
     free = {"may_differ": True}
     trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
@@ -1296,6 +1341,7 @@ def parse_args(add_flags):
     add("--batch-size", "samples per process and microbatch", type=positive_int, default=128)
     add("--global-batch-size", "samples per optimizer step, all processes", type=positive_int)
     add("--lr", "peak learning rate per 128 samples of a step", type=positive_float, default=0.1)
+    add("--clip-norm", "clip the gradient to this norm", type=positive_float)
     add("--seed", "for weights, order and augmentation", type=natural, default=0)
     add("--cpu", "train on CPU, also where there are GPUs", action="store_true", **free)
     add("--threads", "CPU threads per process", type=positive_int, **free)
@@ -1306,9 +1352,7 @@ def parse_args(add_flags):
     add("--log-every", "steps between lines (50 on GPUs, 10 on CPU)", type=positive_int, **free)
     add("--tracker", "log metrics there, too", choices=trackers, **free)
     add("--hang-timeout", "seconds a rank may stall", type=positive_float, default=600, **free)
-    args = parser.parse_args()
-    sys.excepthook = report_exception
-    return args
+    return parser.parse_args()
 
 
 def lock_output_directory(directory):
@@ -1333,6 +1377,8 @@ def lock_output_directory(directory):
 def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU, with `cpu_group`, a gloo
     process group, or None for a single process. Exit with an error where that cannot work."""
+    sys.excepthook = report_exception
+    faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
     mixed_precision = "no" if precision == "fp32" else precision
     check_launcher(mixed_precision)
     on_gpus = choose_device(args)
@@ -1391,6 +1437,11 @@ def check_launcher(mixed_precision):
         exit_with_error(f"restarts on several machines need a new store each: {remedy}")
 
 
+def has_launcher():
+    """Return whether accelerate launch or torchrun has started this process: they set these."""
+    return not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+
+
 def separate_restarts(backend):
     """After a restart by the launcher, keep what this process reads from the launcher's store apart
     from what the processes that died have left there: it would dial their addresses."""
@@ -1419,9 +1470,10 @@ def choose_device(args):
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    told = utils.get_int_from_env(["OMP_NUM_THREADS"], 1)  # the launcher's default is 1
-    share = told if told > 1 else max(1, cores // processes)
-    torch.set_num_threads(args.threads or share)
+    told = utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
+    if told == 1 and has_launcher():  # its default, and not the user's choice
+        told = 0
+    torch.set_num_threads(args.threads or told or max(1, cores // processes))
     return gpus > 0
 
 
@@ -1525,9 +1577,21 @@ def synthetic_images(samples, seed):
 
 
 # =============================================================================== this recipe's own
-def send_buffers_if_needed(model):
-    """Keep DDP from sending buffers before each forward pass if all are BatchNorm's, which
-    training does not read: `evaluate` sends those."""
+def add_technique_flags(add):
+    """Declare the flags of this technique, whatever is trained."""
+    add(
+        "--precision",
+        "default: the launch config's, or bf16 or fp16",
+        choices=("bf16", "fp16", "fp32"),
+    )
+    add("--compile", "use torch.compile (slow first step)", action="store_true", may_differ=True)
+
+
+def skip_batchnorm_broadcasts(model):
+    """Keep DDP from broadcasting buffers before each forward pass if all are BatchNorm's, which
+    training does not read: `evaluate` broadcasts those."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):  # a single process
+        return
     batchnorm = nn.modules.batchnorm._BatchNorm
     others = [module for module in model.modules() if not isinstance(module, batchnorm)]
     model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in others)
@@ -1541,6 +1605,7 @@ def rebuild_ddp_buckets(accelerator, model, loader):
 
 
 Checkpoints.may_differ |= {"precision_chosen"}
+HangDetector.waiting_files += ("torch/amp/grad_scaler",)
 
 
 def choose_precision(args):
@@ -1554,7 +1619,7 @@ def choose_precision(args):
         chosen_by = "by --precision"
         if config != "no":
             chosen_by += f", over the config's {config}"
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # or Accelerate would take that one
     elif config != "no":
         precision = config
         chosen_by = "by the config"

@@ -194,10 +194,12 @@ def train_forked(directory, *runs, together=2, **env):
 
 
 def copy(recipe, path, *replacements, project=""):
-    """Write a copy of a recipe with lines replaced, and a project's functions behind its own."""
+    """Write a copy of a recipe with lines replaced, and a project's functions behind its own. What
+    is replaced comes once, or as often as a third element says."""
     source = (ROOT / f"recipes/{recipe}.py").read_text()
-    for old, new in replacements:
-        assert source.count(old) == 1, f"{source.count(old)} times in {recipe}: {old}"
+    for old, new, *times in replacements:
+        found = source.count(old)
+        assert [found] == (times or [1]), f"{found} times in {recipe}: {old}"
         source = source.replace(old, new)
     end = '\n\nif __name__ == "__main__":'
     assert source.count(end) == 1

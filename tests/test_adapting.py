@@ -38,7 +38,7 @@ def changes(title):
     """The (old, new) lines of a section's diffs."""
     pairs = []
     for block in blocks(title, "diff"):
-        lines = block.splitlines(keepends=True)
+        lines = [line if line.strip() else " \n" for line in block.splitlines(keepends=True)]
         old, new = ("".join(x[1:] for x in lines if x[0] in kept) for kept in (" -", " +"))
         pairs.append((old, new))
     return pairs
@@ -333,6 +333,7 @@ ROWS = [
     (
         "test = evaluate(accelerator, model, test_loader, hang)",
         f"test = {said('evaluate(accelerator, ema, test_loader, hang)')}",
+        2,
     ),
     ("save_model(model, args.output_dir", said("save_model(ema.module, args.output_dir")),
     ("gradient_as_bucket_view=True)", f"gradient_as_bucket_view=True, {FIND_UNUSED})"),
@@ -362,7 +363,7 @@ OPTIMIZERS = [
     ("SGD(model.parameters(), lr=peak", f"SGD({GROUPS}"),
     (LAMBDA, f"torch.optim.lr_scheduler.{LATE}"),
     (STATES, STATES + SECOND),
-    ("seed, clip_norm):", "seed, clip_norm, second):"),
+    ("step_key, clip_norm):", "step_key, clip_norm, second):"),
     ("(args.seed, step), clip_norm\n", "(args.seed, step), clip_norm, second\n"),
     ("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n"),
     ("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    second.zero_grad()\n"),

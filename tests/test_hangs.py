@@ -35,7 +35,13 @@ CASES = {  # processes, recipe, what stalls where, what is said of it
     "is stopped in training, of four": (4, "pipeline_cifar", "training", "SIGSTOP", SILENT),
     "is stopped in evaluation": (2, "pipeline_cifar", "evaluation", "SIGSTOP", SILENT),
     "is stopped while saving": (2, "ddp_cifar", "saving", "SIGSTOP", SILENT),
-    "waits elsewhere": (2, "ddp_cifar", "training", "wait", "they wait for one another"),
+    "waits elsewhere": (
+        2,
+        "ddp_cifar",
+        "training",
+        "wait",
+        "all wait for others, or for the device",
+    ),
     "is alone": (1, "data_parallel_cifar", "training", "sleep", r"it is at line \d+, in"),
 }
 

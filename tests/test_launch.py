@@ -1,6 +1,7 @@
 """What a launch is checked for before anything starts, with fakes of GPUs that this machine does
 not have."""
 
+import faulthandler
 import os
 import socket
 import sys
@@ -26,7 +27,9 @@ def start(monkeypatch):
     """Call `make_accelerator` of a recipe with fakes, until it exits with an error or would make
     the Accelerator."""
 
-    def call(recipe="ddp_cifar", precision="fp32", environment=(), cpu=False, **fakes):
+    def call(
+        recipe="ddp_cifar", precision="fp32", environment=(), cpu=False, threads=None, **fakes
+    ):
         module = load(f"recipes/{recipe}.py")
         call.devices = []
         monkeypatch.setattr(torch.cuda, "set_device", call.devices.append)
@@ -39,8 +42,8 @@ def start(monkeypatch):
         for name, value in fakes.items():
             fake = value if callable(value) else lambda *_, value=value, **__: value
             monkeypatch.setattr(torch.cuda, name, fake)
-        args = {"cpu": cpu, "log_every": None, "seed": 0, "tracker": None, "threads": None}
-        args = SimpleNamespace(**args, output_dir="x")
+        args = {"cpu": cpu, "log_every": None, "seed": 0, "tracker": None}
+        args = SimpleNamespace(**args, output_dir="x", threads=threads, hang_timeout=600)
         with pytest.raises(Stopped) as stopped:
             module.make_accelerator(args, precision)
         return str(stopped.value), args
@@ -48,8 +51,10 @@ def start(monkeypatch):
     # Set by `make_accelerator`: monkeypatch undoes it only if it knows of it.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     yield call
+    faulthandler.cancel_dump_traceback_later()
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = benchmark
 
@@ -72,6 +77,24 @@ def test_processes_share_the_cores_also_on_gpus(start, monkeypatch):
     torch.set_num_threads(1)
     start(**H100, environment={"LOCAL_WORLD_SIZE": "2"})
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "flag", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "4"}, None, 4),
+        ({"OMP_NUM_THREADS": "1"}, None, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a launcher's default"}, None, 3),
+        ({"OMP_NUM_THREADS": "4"}, 2, 2),
+    ],
+)
+def test_the_users_number_of_threads_is_taken(start, monkeypatch, environment, flag, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {"LOCAL_WORLD_SIZE": "2", **environment}
+    start(**H100, environment=environment, threads=flag)
+    assert torch.get_num_threads() == threads
 
 
 def test_a_gpu_that_this_torch_cannot_use_is_an_error_and_not_training_on_cpu(start):

@@ -48,11 +48,7 @@ def compute_loss(model, batch):
 
 
 # By all batches of an epoch, or of an evaluation; the others before the first step.
-ONLY_SEEN_LATER = {
-    "other metrics in each batch",
-    "two values per sample",
-    "samples left out of an evaluation",
-}
+ONLY_SEEN_LATER = {"other metrics in each batch", "samples left out of an evaluation"}
 
 
 def returned(value):
@@ -64,7 +60,7 @@ def returned(value):
     [
         mistake(
             "the scalar of model(...).loss",
-            f"compute_loss returned Tensor: {INSTEAD}",
+            f"compute_loss returned Tensor: {INSTEAD}, also in evaluations; {TOKENS}",
             returned("loss.mean()"),
         ),
         mistake(
@@ -84,7 +80,7 @@ def returned(value):
         ),
         mistake(
             "a mean",
-            f'compute_loss: "loss" is () and not (B,): {INSTEAD}; {TOKENS}',
+            f'compute_loss: "loss" is () and not (B,): {INSTEAD}, also in evaluations; {TOKENS}',
             returned('{"loss": loss.mean()}'),
         ),
         mistake(
@@ -121,7 +117,7 @@ def returned(value):
         ),
         mistake(
             "two values per sample",
-            "evaluate: 128 of 64 samples counted: return one value per sample",
+            "compute_loss: 32 values for a batch of 16 samples",
             project=TWICE,
             flags=["--batch-size", 16],
         ),

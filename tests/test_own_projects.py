@@ -383,10 +383,7 @@ def test_all_ranks_begin_with_the_buffers_of_the_first(outcome):
     assert not re.search("warn", outcome.output, re.IGNORECASE), outcome.output
 
 
-PER_STEP = """\
-    if not accelerator.optimizer_step_was_skipped:  # as in fp16, when gradients overflow
-        scheduler.step()
-"""
+PER_STEP = "    scheduler.step()\n"
 EVALUATE = "        test = evaluate(accelerator, model, test_loader, hang)\n"
 LAMBDA = "torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
 
@@ -394,7 +391,7 @@ LAMBDA = "torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
 @pytest.mark.copied(
     "ddp_cifar",
     (PER_STEP, ""),
-    (EVALUATE, f"        scheduler.step()\n{EVALUATE}"),
+    (EVALUATE, f"        scheduler.step()\n{EVALUATE}", 2),
     (LAMBDA, "torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"),
     flags=["--max-steps", 4],
 )
@@ -482,18 +479,23 @@ def test_subsets_of_the_training_set(outcome):
     assert (summary["samples"], summary["steps_per_epoch"]) == (100, 1)
 
 
-CLIP = '    add("--clip-norm", "clip the gradient to this norm", type=positive_float)\n'
+MODEL_FLAG = (
+    '    add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")\n'
+)
 OWN_FLAGS = """    add("--workers", "x", type=int, default=0)
     add("--where", "x", type=Path, default=Path("somewhere"))
     add("--rate", "x", type=float, default=0.1)
     add("--ignore", "x", type=int, default=-100)
 """
-EVALUATED = '        metrics.write("evaluation", test)\n'
+EVALUATED = """        metrics.write("evaluation", test)
+
+    if checkpoints.last_step != metrics.step:  # the loop was left early
+"""
 
 
 @pytest.mark.copied(
     "ddp_cifar",
-    (CLIP, CLIP + OWN_FLAGS),
+    (MODEL_FLAG, MODEL_FLAG + OWN_FLAGS),
     (EVALUATED, '        test["confusion"] = [[1, 2], [3, 4]]\n' + EVALUATED),
     flags=["--workers", 0, "--rate", 0],
 )
@@ -507,7 +509,7 @@ def test_own_flags_also_those_that_are_0_and_own_results_are_shown_and_kept(outc
 
 
 def test_a_flag_that_was_added_later_does_not_hinder_resuming(tmp_path):
-    added = CLIP, CLIP + '    add("--later", "x", type=int, default=5)\n'
+    added = MODEL_FLAG, MODEL_FLAG + '    add("--later", "x", type=int, default=5)\n'
     runs = []
     for name, replacements in (("before", []), ("after", [added])):
         (tmp_path / name).mkdir()
@@ -542,6 +544,16 @@ def test_a_metric_that_is_nan_is_told_once_and_is_null_in_json(outcome):
     json.loads((outcome.directory / "run/summary.json").read_text())
 
 
+ONLY_EVALUATED = IOU.replace("}", ', "iou": logits[:, 0] * (1.0 if model.training else math.nan)}')
+
+
+@pytest.mark.copied("ddp_cifar", (IOU, ONLY_EVALUATED), flags=["--max-steps", 1])
+def test_a_metric_that_is_nan_in_evaluations_only_is_told_too(outcome):
+    assert outcome.codes == [0], outcome.output
+    warnings = [line for line in outcome.output.splitlines() if "warning" in line]
+    assert warnings == ["mine: warning: test_iou is nan at step 1"]
+
+
 STOP_EARLY = "        if epoch == 1:\n            break\n"
 
 
@@ -549,7 +561,7 @@ STOP_EARLY = "        if epoch == 1:\n            break\n"
 def test_a_run_that_leaves_the_loop_early_ends_like_any_other(processes, tmp_path):
     """Early stopping, by the copier's own decision: saved where it stopped, evaluated, summarised.
     The same command again has nothing to add."""
-    early = EVALUATED, EVALUATED + STOP_EARLY
+    early = EVALUATED, EVALUATED.replace("\n\n", f"\n{STOP_EARLY}\n")
     script = copy("ddp_cifar", tmp_path / "mine.py", LITTLE_DATA, early)
     flags = [*SMALL, "--epochs", 5, "--global-batch-size", 128, "--output-dir", "run"]
     run = {"processes": processes, "script": script, "flags": flags, "directory": tmp_path}
@@ -573,15 +585,110 @@ def test_a_run_that_leaves_the_loop_early_ends_like_any_other(processes, tmp_pat
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000004.pt"]
 
 
+STOPPED = "            if stop_signal:\n                message"
+END_OF_STEPS = "                exit_together(metrics, 128 + stop_signal, message)\n"
+
+
+def leave_both_loops(step):
+    leave = f"if step == {step}:\n{{0}}    break\n"
+    inner = " " * 12
+    outer = " " * 8
+    return [
+        (STOPPED, inner + leave.format(inner) + STOPPED),
+        (END_OF_STEPS + EVALUATE, END_OF_STEPS + outer + leave.format(outer) + EVALUATE),
+    ]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(1, marks=pytest.mark.copied("ddp_cifar", *leave_both_loops(1))),
+        pytest.param(
+            3,
+            marks=pytest.mark.copied("ddp_cifar", *leave_both_loops(3), flags=["--max-steps", 8]),
+        ),
+    ],
+)
+def test_a_run_that_leaves_both_loops_before_an_evaluation_is_saved_and_evaluated(outcome, step):
+    """In its first epoch of two steps, and in its second one."""
+    assert outcome.codes == [0], outcome.output
+    result = outputs(outcome.directory / "run")
+    evaluated = [line["step"] for line in result["evaluations"]]
+    assert evaluated == ([1] if step == 1 else [2, 3])
+    assert result["summary"]["test_loss"] == result["evaluations"][-1]["test_loss"]
+    assert (outcome.directory / f"run/step-{step:08}.pt").exists()
+
+
+OWN_EXAMPLE = """
+def add_flags(add):
+    add("--data", "of whom")
+    add("--model", "of whom")
+    add("--width", "of the model", type=positive_int, default=8)
+
+
+def load_data(args, accelerator):
+    images, labels = synthetic_images(256, seed=1)
+    dataset = torch.utils.data.TensorDataset(images.float() / 255, labels)
+    options = {"batch_size": args.batch_size}
+    train_loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(dataset, **options)
+
+
+def build_model(args):
+    hidden = nn.Linear(3072, args.width)
+    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(args.width, 10))
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.copied(
+                f"{name}_cifar",
+                project=OWN_EXAMPLE,
+                flags=["--width", 6],
+                processes=2 if name == "pipeline" else 1,
+            ),
+        )
+        for name in ("ddp", "amp", "data_parallel", "sharded", "pipeline")
+    ],
+)
+def test_all_functions_that_are_to_be_replaced_are(outcome, name):
+    """The flags, too: those of the technique are declared elsewhere."""
+    assert set(outcome.codes) == {0}, outcome.output
+    assert outputs(outcome.directory / "run")["summary"]["width"] == 6
+
+
+WRAPPED = """
+plain_model = build_model
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, images):
+        return self.module(images)
+
+
+def build_model(args):
+    return Wrapped(plain_model(args))
+"""
+
+
 @pytest.fixture(scope="module")
 def fine_tuned(tmp_path_factory):
     """Ten more steps from the weights of a run, the same evaluation on another number of processes
-    and batch size, a model with another head, and one with tied weights."""
+    and batch size, a model with another head, one with tied weights, and one in a wrapper."""
     directory = tmp_path_factory.mktemp("weights")
     recipe = ROOT / "recipes/ddp_cifar.py"
     twelve = "nn.Flatten(), nn.Linear(128, 10)", "nn.Flatten(), nn.Linear(128, 12)"
     head = copy("ddp_cifar", directory / "head.py", twelve)
     tied = copy("ddp_cifar", directory / "tied.py", project=TOKENS)
+    wrapped = copy("ddp_cifar", directory / "wrapped.py", project=WRAPPED)
     common = [*SMALL, "--max-steps", 2]
     first = ["--weights", "first/model.safetensors"]
     evaluate = ["--epochs", 0, "--batch-size", 50, "--lr", 1]
@@ -594,6 +701,8 @@ def fine_tuned(tmp_path_factory):
         "head": (1, head, first),
         "tied": (1, tied, ["--batch-size", 8]),
         "again": (1, tied, ["--batch-size", 8, "--epochs", 0, *tied_weights]),
+        "wrapped": (1, wrapped, []),
+        "own names": (1, wrapped, ["--epochs", 0, "--weights", "wrapped/model.safetensors"]),
     }
     directories = {"another": "evaluated"}
     answers = forked(
@@ -643,3 +752,9 @@ def test_weights_that_are_tied_are_evaluated_whole(fine_tuned):
     _, results = fine_tuned
     assert results["again"]["test_loss"] == results["tied"]["test_loss"]
     assert "names that do not fit: none\n" in results["again"]["output"]
+
+
+def test_weights_of_a_model_whose_own_names_look_like_those_of_a_wrapper(fine_tuned):
+    _, results = fine_tuned
+    assert results["own names"]["test_loss"] == results["wrapped"]["test_loss"]
+    assert "names that do not fit: none\n" in results["own names"]["output"]

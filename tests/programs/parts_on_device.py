@@ -47,6 +47,7 @@ def synchronisations():
     """In three steps of training with data, loss and signals, and in one that reads its loss."""
     recipe = load("recipes/amp_cifar.py")
     args.precision = "fp32" if precision == "no" else precision
+    args.hang_timeout = 600.0
     ddp_on_one_rank()
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = recipe.make_accelerator(args, args.precision, ddp)
@@ -57,7 +58,7 @@ def synchronisations():
     optimizer, scheduler = recipe.make_optimizer(model, args, 100)
     model, optimizer = accelerator.prepare(model, optimizer)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
-    recipe.send_buffers_if_needed(model)
+    recipe.skip_batchnorm_broadcasts(model)
     stop = recipe.StopSignal(accelerator)
     steps = recipe.Steps(loaders[0], 1, args)
     metrics = SimpleNamespace(names=[], sums=0, display=SimpleNamespace(advance=lambda: None))

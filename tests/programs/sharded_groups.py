@@ -34,6 +34,7 @@ args = SimpleNamespace(
     cpu=True,
     seed=0,
     threads=1,
+    hang_timeout=600.0,
     log_every=1,
     tracker=None,
     output_dir=str(path.parent),
