@@ -6,8 +6,10 @@ import re
 import sys
 from collections import Counter
 
+import numpy
 import pytest
-from conftest import PROGRAMS, ROOT, forked, run, the_error_line
+import torch
+from conftest import PROGRAMS, ROOT, forked, load, run, the_error_line
 from test_resume import STEPS, assert_identical, batch_size, begin_of, content
 
 SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
@@ -283,3 +285,16 @@ def test_the_others_wait_while_the_main_process_reads_a_large_checkpoint(tmp_pat
     outcomes = forked([first, second], tmp_path)
     assert [codes for codes, _ in outcomes] == [[0, 0], [0, 0]], outcomes
     assert "resumed_from: 1\n" in outcomes[1][1]
+
+
+def test_a_models_state_keeps_the_versions_of_its_modules_and_numbers_of_numpy_become_pythons(
+    tmp_path,
+):
+    """By its version a module tells whether to convert what it loads."""
+    recipe = load("recipes/ddp_cifar.py")
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
+    content = {"states": {"model": model.state_dict(), "lr": [numpy.float64(0.5)]}}
+    recipe.save_to_disk(recipe.without_numpy(content), tmp_path / "x.pt")
+    states = torch.load(tmp_path / "x.pt", weights_only=True)["states"]
+    assert states["model"]._metadata["0"] == {"version": 2}
+    assert states["lr"] == [0.5] and type(states["lr"][0]) is float

@@ -236,3 +236,11 @@ def test_the_weights_load_in_plain_torchvision(tmp_path):
 
 def test_the_readme_is_short():
     assert README.count("\n") <= 300
+
+
+def test_every_test_file_is_in_the_table_of_behaviours():
+    table = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`(test_\w+\.py)`", table))
+    assert named == {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    linked = set(re.findall(r"\[(test_\w+\.py)\]\(tests/\1\)", README))
+    assert linked and linked <= named
