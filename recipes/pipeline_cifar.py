@@ -1812,8 +1812,11 @@ def collect_both_stages(accelerator, own):
 
 
 def save_whole_model(accelerator, model, directory):
-    """Write model.safetensors with the weights of both stages, named as in the unsplit model."""
-    stages = collect_both_stages(accelerator, {"model": model.state_dict()})
+    """Write model.safetensors with the weights of both stages, named as in the unsplit model. Of
+    several names of one tensor (tied weights) it has the first, as `save_model` writes."""
+    names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
+    own = {name: x for name, x in model.state_dict().items() if name in names.values()}
+    stages = collect_both_stages(accelerator, {"model": own})
     weights = {
         name.replace("/", "."): value.contiguous()
         for stage in stages

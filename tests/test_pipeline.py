@@ -1,5 +1,6 @@
 """The pipeline against the unsplit model, and both stages against each other."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -201,9 +202,41 @@ def test_an_exception_in_the_last_stage_is_printed(tmp_path):
     assert 'return batch["y"]' in printed and "TypeError: tuple indices" in printed
 
 
+TIED = """
+def build_model(args):
+    blocks = [nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    blocks += [nn.Linear(16, 16) for _ in range(4)] + [nn.Linear(16, 10)]
+    blocks[4].weight = blocks[3].weight
+    blocks[6].bias = blocks[5].bias
+    return nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.copied(
+    "pipeline_cifar", project=TIED, processes=2, flags=["--split", 5, "--batch-size", 64]
+)
+def test_weights_tied_within_either_stage_are_written_once_and_are_those_of_the_unsplit_model(
+    outcome,
+):
+    assert outcome.codes == [0, 0], outcome.output
+    weights = load_file(outcome.directory / "run/model.safetensors")
+    names = {"nn": torch.nn, "torch": torch}
+    exec(TIED, names)
+    model = names["build_model"](None)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["4.weight", "6.bias"], [])
+    images, labels = recipe.synthetic_images(64, seed=2)
+    images = recipe.ImageTensors(images, labels, torch.device("cpu")).__getitems__(range(64))[0]
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(images), labels).item()
+    summary = json.loads((outcome.directory / "run/summary.json").read_text())
+    assert loss == pytest.approx(summary["test_loss"], rel=1e-5)
+
+
 REFUSALS = {
-    "one process": (1, [], ["2gpu.yaml", "4gpu.yaml"]),
-    "three processes": (3, [], ["2gpu.yaml", "4gpu.yaml"]),
+    "one process": (1, [], ["takes two processes, not 1:", "--num_processes 2"]),
+    "three processes": (3, [], ["takes two processes, not 3:", "--num_processes 2"]),
     "batch that does not divide": (
         2,
         ["--batch-size", 100],
