@@ -1743,7 +1743,11 @@ def warm_up(model, train_loader, test_loader):
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
     with torch.no_grad(), eval_mode(model):
-        sample_rows(run_pipeline(model, filled_up(next(iter(test_loader)), test_loader)))
+        metrics = run_pipeline(model, filled_up(next(iter(test_loader)), test_loader))
+    if list(metrics) != names[0]:  # the first stage's values would not fit to these
+        rule = "return the same keys, in the same order, in training and in evaluations"
+        exit_with_error(f"compute_loss: {rule}")
+    sample_rows(metrics)
 
 
 def send_buffers(model, buffers):

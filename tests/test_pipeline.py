@@ -202,6 +202,27 @@ def test_an_exception_in_the_last_stage_is_printed(tmp_path):
     assert 'return batch["y"]' in printed and "TypeError: tuple indices" in printed
 
 
+ONLY_IN_EVALUATIONS = """
+per_sample = compute_loss
+
+
+def compute_loss(model, batch):
+    metrics = per_sample(model, batch)
+    if not torch.is_grad_enabled():
+        metrics["certain"] = metrics["loss"] < 0.1
+    return metrics
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.copied("pipeline_cifar", project=ONLY_IN_EVALUATIONS, processes=2)
+def test_other_metrics_in_evaluations_are_told_before_the_first_step(outcome):
+    """The first stage knows the names of those in training, and sends no values for others."""
+    words = "compute_loss: return the same keys, in the same order, in training and in evaluations"
+    assert f"mine: error: rank 1: {words}" in outcome.output
+    assert "step 1/" not in outcome.output and "test_loss" not in outcome.output
+
+
 TIED = """
 def build_model(args):
     blocks = [nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
