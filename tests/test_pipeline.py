@@ -38,9 +38,10 @@ def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microb
 def test_a_weighted_gradient_is_the_weighted_mean_however_the_batch_is_divided(
     gradients, processes
 ):
-    """Also where all samples of a microbatch have no weight, and when it is clipped."""
+    """Also where all samples of a microbatch, or of a pipeline, have no weight, and when it is
+    clipped."""
     cases = gradients[processes]["weighted"]
-    assert len(cases) == 6 if processes == 2 else 5  # (4 // replicas, 1) is there already
+    assert len(cases) == (7 if processes == 2 else 6)  # where (4 // replicas, 1) is there already
     for case, (deviation, largest, loss, expected_loss) in cases.items():
         assert deviation < 1e-6 < 1e-3 < largest, case
         assert loss == pytest.approx(expected_loss, abs=1e-5), case
