@@ -1553,8 +1553,8 @@ def count_pipelines(args):
         exit_with_error(f"{flag}: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
     if processes % STAGES:
-        remedy = "launch with 2gpu.yaml, or 4gpu.yaml, 8gpu.yaml for more of them"
-        exit_with_error(f"a pipeline is two processes: {remedy}")
+        remedy = "launch an even number, e.g. --num_processes 2"
+        exit_with_error(f"a pipeline takes two processes, not {processes}: {remedy}")
     return processes // STAGES
 
 
@@ -1609,9 +1609,13 @@ def cut(blocks, args):
     where = names.index(split)
     stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
     first, second = [set(nn.ModuleList(stage.values()).parameters()) for stage in stages]
-    if first & second or not (first and second):
-        remedy = "untie what is shared, or change --split"
-        exit_with_error(f"the two stages share a parameter, or one has none: {remedy}")
+    if not (first and second):
+        empty = "second" if first else "first"
+        what = f"the {empty} stage would have no parameters, choose another block"
+        exit_with_error(f"argument --split: cut before {split}, {what}")
+    if first & second:
+        remedy = "choose a --split with both uses on one side, or untie it"
+        exit_with_error(f"the two stages share a parameter (tied weights): {remedy}")
     return stages
 
 

@@ -346,7 +346,7 @@ def pipeline(name, said, *replacements, **how):
         pipeline("a parameter in both", "the two stages share a parameter", project=TIED),
         pipeline(
             "a stage without parameters",
-            "the two stages share a parameter, or one has none",
+            "argument --split: cut before 2, the second stage would have no parameters",
             project=NO_PARAMETERS,
         ),
         pipeline(
