@@ -1620,8 +1620,8 @@ def cut(blocks, args):
 
 
 class Stage(nn.Sequential):
-    """Some blocks of a model in a row. What it hands on, and back, is contiguous: the transport
-    requires that."""
+    """Some blocks of a model in a row. Its outputs and its inputs' gradients are contiguous, as
+    point-to-point communication (P2P) requires."""
 
     def __init__(self, blocks, autocast):
         super().__init__()
@@ -1646,7 +1646,8 @@ class Pipeline(nn.Module):
     def __init__(self, args, accelerator, blocks):
         super().__init__()
         rank = accelerator.process_index % STAGES
-        stage = Stage(cut(blocks, args)[rank], accelerator.autocast).to(accelerator.device)
+        own_blocks = cut(blocks, args)[rank]
+        stage = Stage(own_blocks, accelerator.autocast).to(accelerator.device)
         # Neighbours in rank are a pipeline; the processes with the same stage are its replicas.
         # (Not `init_device_mesh`, whose groups have other timeouts.)
         ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
@@ -1655,38 +1656,47 @@ class Pipeline(nn.Module):
         self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
         self.metric_names = ()  # from `warm_up`
         self.batch_shapes = None
-        if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
-            stage = average_gradients(stage, self.replicas)
+        self.microbatches = args.microbatches
+        self.metrics = []  # of each microbatch of a batch, on the last stage
         self.stage = stage
+        if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
+            self.stage = average_gradients(stage, self.replicas)
         # Training does not read BatchNorm's buffers: those are sent in `evaluate` alone.
         batchnorm = nn.modules.batchnorm._BatchNorm
         others = [module for module in stage.modules() if not isinstance(module, batchnorm)]
         self.other_buffers = [x for module in others for x in module.buffers(recurse=False)]
         parts = (args.microbatches, accelerator.gradient_accumulation_steps)
-        loss_fn = partial(part_of_loss, parts=parts)
-        stage = PipelineStage(stage, rank, STAGES, accelerator.device, group=self.group)
-        schedule = schedules.get_schedule_class(args.schedule)
-        self.schedule = schedule(stage, args.microbatches, loss_fn, scale_grads=False)
+        loss_fn = partial(part_of_loss, parts=parts, seen=self.metrics)
+        device = accelerator.device
+        pipeline_stage = PipelineStage(self.stage, rank, STAGES, device, group=self.group)
+        schedule_class = schedules.get_schedule_class(args.schedule)
+        self.schedule = schedule_class(
+            pipeline_stage, args.microbatches, loss_fn, scale_grads=False
+        )
 
 
 def average_gradients(stage, replicas):
-    """Return a stage that averages its gradients with those of its replicas. Prepared by Accelerate
-    it would average them over all processes, which have two different stages."""
-    stage = nn.parallel.DistributedDataParallel(
+    """Return the stage in DDP, which averages its gradients with those of its replicas. Prepared by
+    Accelerate it would average them over all processes, which have two different stages."""
+    ddp = nn.parallel.DistributedDataParallel(
         stage, process_group=replicas, gradient_as_bucket_view=True
     )
     # It averages when PipelineStage tells it that the last backward pass of a batch begins.
-    stage.require_backward_grad_sync = False
-    stage.broadcast_buffers = False  # by `send_buffers`
-    return stage
+    ddp.require_backward_grad_sync = False
+    ddp.broadcast_buffers = False  # by `send_buffers`
+    return ddp
 
 
-def part_of_loss(outputs, targets, parts):
-    """Return what the last stage backpropagates for a microbatch, of which a step has the product
-    of `parts`. Activations travel in the precision that they have; the loss is in fp32."""
+def part_of_loss(outputs, targets, parts, seen):
+    """Return the loss of one microbatch, divided by the number of microbatches of a step: `parts`
+    is (per batch, batches per step). Append its metrics to `seen`.
+
+    Activations are sent in the dtype in which they were computed; the loss is in fp32.
+    """
     outputs = utils.convert_to_fp32(outputs)
-    loss = mean_loss(checked(compute_loss(lambda inputs: outputs, (None, targets))))
-    return loss / parts[0] / parts[1]
+    metrics = checked(compute_loss(lambda inputs: outputs, (None, targets)))
+    seen.append({name: value.detach() for name, value in metrics.items()})
+    return mean_loss(metrics) / parts[0] / parts[1]
 
 
 # ---------------------------------------------------------------------------- batches and gradients
@@ -1701,14 +1711,18 @@ def run_pipeline(model, batch):
     if model.group.rank() < STAGES - 1:
         run(inputs)
         return dict.fromkeys(model.metric_names, torch.zeros(0, device=inputs.device))
-    outputs = run(target=targets)
-    outputs = utils.convert_to_fp32(outputs.detach())
-    return checked(compute_loss(lambda inputs: outputs, (None, targets)))
+    model.metrics.clear()
+    run(target=targets, return_outputs=False)  # or it would keep those of the whole batch
+    # The last ones: before them, torch 2.15 may take one microbatch through, to find shapes.
+    parts = model.metrics[-model.microbatches :]
+    if any(list(part) != list(parts[0]) for part in parts):
+        exit_with_error("compute_loss: return the same keys for every microbatch")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def check_batch(model, batch):
-    """Exit with an error unless a batch is two tensors of the first batch's shapes, for which the
-    transport was set up."""
+    """Exit with an error unless a batch is two tensors of the first batch's shapes, for which P2P
+    was set up."""
     shapes = [tuple(getattr(x, "shape", [type(x).__name__])) for x in batch]
     model.batch_shapes = model.batch_shapes or shapes
     if shapes != model.batch_shapes or [torch.is_tensor(x) for x in batch] != [True, True]:

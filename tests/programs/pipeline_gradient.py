@@ -25,6 +25,15 @@ recipe = load("recipes/pipeline_cifar.py")
 accelerator, path = Accelerator(cpu=True), Path(sys.argv[1])
 replicas = accelerator.num_processes // 2
 answers, weighted_answers, models, references = {}, {}, {}, {}
+seen = []  # how many samples `compute_loss` had, in each of its calls in a step
+
+
+def counted(metrics, checked=recipe.checked):
+    seen.append(len(metrics["loss"]))
+    return checked(metrics)
+
+
+recipe.checked = counted
 
 
 def make_optimizer(parameters, steps):
@@ -100,9 +109,14 @@ def piped(args, whole, batches, steps, accumulation=1, clip_norm=None):
     mine = slice(share * model.replicas.rank(), share * (model.replicas.rank() + 1))
     for x, y in batches:
         parts = zip(x[mine].chunk(accumulation), y[mine].chunk(accumulation), strict=True)
+        seen.clear()
         metrics, norm = recipe.train_step(
             accelerator, model, optimizer, scheduler, parts, (0,), clip_norm
         )
+    # Once for each microbatch and never for the whole batch; once more where torch finds shapes.
+    parts = accumulation * args.microbatches
+    calls = parts if is_last else 0
+    assert calls <= len(seen) <= calls + is_last and set(seen) <= {share // parts}
     assert len(metrics) == accumulation and (norm is None) == (clip_norm is None)
     rows = sum(recipe.sample_rows(one).sum(0) for one in metrics)
     loss, _, weight, samples = accelerator.reduce(rows.float()).tolist()
