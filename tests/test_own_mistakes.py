@@ -367,13 +367,13 @@ def test_what_a_pipeline_cannot_train(outcome, said, code):
     [
         mistake(
             "tied with the root",
-            "shard_units: a unit shares a parameter",
+            "shard_units: blocks.0.weight is in more than one unit, or in one and the root",
             recipe="sharded_cifar",
             project=TIED_ROOT,
         ),
         mistake(
             "tied with another unit",
-            "shard_units: a unit shares a parameter",
+            "shard_units: 1.weight is in more than one unit, or in one and the root",
             recipe="sharded_cifar",
             project=TIED,
         ),
