@@ -605,21 +605,36 @@ def barrier(group=None, *more, **options):
     if group in (None, distributed.group.WORLD):
         time.sleep(600)  # as NCCL's, when another process has ended
     return plain_barrier(group, *more, **options)
-
+"""
+ENDS = """
 
 def load_weights(*_):
     os._exit(3)
 """
+STOPS = """
+
+plain_step = train_step
+
+
+def train_step(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return plain_step(*arguments)
+"""
 
 
 @pytest.mark.slow
-def test_all_end_with_the_main_process_where_the_default_groups_barrier_would_block(tmp_path):
-    script = copy("sharded_cifar", tmp_path / "blocked.py", LITTLE_DATA, project=BLOCKED)
+def test_all_end_together_where_the_default_groups_barrier_would_block(tmp_path):
+    """When the main process has ended, and when all are stopped by a signal."""
     flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32]
-    run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 30}
-    ((codes, output),) = forked([run], tmp_path)
+    runs = []
+    for name, project in (("ends", ENDS), ("stops", STOPS)):
+        script = copy("sharded_cifar", tmp_path / name, LITTLE_DATA, project=BLOCKED + project)
+        common = {"processes": 2, "directory": tmp_path, "grace": 30, "patience": 60}
+        runs.append({**common, "script": script, "flags": [*flags, "--output-dir", f"{name}-run"]})
+    (codes, output), (stopped, printed) = forked(runs, tmp_path, together=2)
     assert codes == [3, 1], output
     assert "rank 1 ends: another process has ended" in output and "Traceback" not in output
+    assert stopped == [143, 143] and "the same command continues" in printed, printed
 
 
 TIED = """
