@@ -1606,8 +1606,8 @@ def count_pipelines(args):
         exit_with_error(f"{flag}: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
     if processes % STAGES:
-        remedy = "launch with 2gpu.yaml, or 4gpu.yaml, 8gpu.yaml for more of them"
-        exit_with_error(f"a pipeline is two processes: {remedy}")
+        remedy = "launch an even number, e.g. --num_processes 2"
+        exit_with_error(f"a pipeline takes two processes, not {processes}: {remedy}")
     return processes // STAGES
 
 
@@ -1662,15 +1662,19 @@ def cut(blocks, args):
     where = names.index(split)
     stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
     first, second = [set(nn.ModuleList(stage.values()).parameters()) for stage in stages]
-    if first & second or not (first and second):
-        remedy = "untie what is shared, or change --split"
-        exit_with_error(f"the two stages share a parameter, or one has none: {remedy}")
+    if not (first and second):
+        empty = "second" if first else "first"
+        what = f"the {empty} stage would have no parameters, choose another block"
+        exit_with_error(f"argument --split: cut before {split}, {what}")
+    if first & second:
+        remedy = "choose a --split with both uses on one side, or untie it"
+        exit_with_error(f"the two stages share a parameter (tied weights): {remedy}")
     return stages
 
 
 class Stage(nn.Sequential):
-    """Some blocks of a model in a row. What it hands on, and back, is contiguous: the transport
-    requires that."""
+    """Some blocks of a model in a row. Its outputs and its inputs' gradients are contiguous, as
+    point-to-point communication (P2P) requires."""
 
     def __init__(self, blocks, autocast):
         super().__init__()
@@ -1695,7 +1699,8 @@ class Pipeline(nn.Module):
     def __init__(self, args, accelerator, blocks):
         super().__init__()
         rank = accelerator.process_index % STAGES
-        stage = Stage(cut(blocks, args)[rank], accelerator.autocast).to(accelerator.device)
+        own_blocks = cut(blocks, args)[rank]
+        stage = Stage(own_blocks, accelerator.autocast).to(accelerator.device)
         # Neighbours in rank are a pipeline; the processes with the same stage are its replicas.
         # (Not `init_device_mesh`, whose groups have other timeouts.)
         ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
@@ -1704,38 +1709,47 @@ class Pipeline(nn.Module):
         self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
         self.metric_names = ()  # from `warm_up`
         self.batch_shapes = None
-        if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
-            stage = average_gradients(stage, self.replicas)
+        self.microbatches = args.microbatches
+        self.metrics = []  # of each microbatch of a batch, on the last stage
         self.stage = stage
+        if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
+            self.stage = average_gradients(stage, self.replicas)
         # Training does not read BatchNorm's buffers: those are sent in `evaluate` alone.
         batchnorm = nn.modules.batchnorm._BatchNorm
         others = [module for module in stage.modules() if not isinstance(module, batchnorm)]
         self.other_buffers = [x for module in others for x in module.buffers(recurse=False)]
         parts = (args.microbatches, accelerator.gradient_accumulation_steps)
-        loss_fn = partial(part_of_loss, parts=parts)
-        stage = PipelineStage(stage, rank, STAGES, accelerator.device, group=self.group)
-        schedule = schedules.get_schedule_class(args.schedule)
-        self.schedule = schedule(stage, args.microbatches, loss_fn, scale_grads=False)
+        loss_fn = partial(part_of_loss, parts=parts, seen=self.metrics)
+        device = accelerator.device
+        pipeline_stage = PipelineStage(self.stage, rank, STAGES, device, group=self.group)
+        schedule_class = schedules.get_schedule_class(args.schedule)
+        self.schedule = schedule_class(
+            pipeline_stage, args.microbatches, loss_fn, scale_grads=False
+        )
 
 
 def average_gradients(stage, replicas):
-    """Return a stage that averages its gradients with those of its replicas. Prepared by Accelerate
-    it would average them over all processes, which have two different stages."""
-    stage = nn.parallel.DistributedDataParallel(
+    """Return the stage in DDP, which averages its gradients with those of its replicas. Prepared by
+    Accelerate it would average them over all processes, which have two different stages."""
+    ddp = nn.parallel.DistributedDataParallel(
         stage, process_group=replicas, gradient_as_bucket_view=True
     )
     # It averages when PipelineStage tells it that the last backward pass of a batch begins.
-    stage.require_backward_grad_sync = False
-    stage.broadcast_buffers = False  # by `send_buffers`
-    return stage
+    ddp.require_backward_grad_sync = False
+    ddp.broadcast_buffers = False  # by `send_buffers`
+    return ddp
 
 
-def part_of_loss(outputs, targets, parts):
-    """Return what the last stage backpropagates for a microbatch, of which a step has the product
-    of `parts`. Activations travel in the precision that they have; the loss is in fp32."""
+def part_of_loss(outputs, targets, parts, seen):
+    """Return the loss of one microbatch, divided by the number of microbatches of a step: `parts`
+    is (per batch, batches per step). Append its metrics to `seen`.
+
+    Activations are sent in the dtype in which they were computed; the loss is in fp32.
+    """
     outputs = utils.convert_to_fp32(outputs)
-    loss = mean_loss(checked(compute_loss(lambda inputs: outputs, (None, targets))))
-    return loss / parts[0] / parts[1]
+    metrics = checked(compute_loss(lambda inputs: outputs, (None, targets)))
+    seen.append({name: value.detach() for name, value in metrics.items()})
+    return mean_loss(metrics) / parts[0] / parts[1]
 
 
 # ---------------------------------------------------------------------------- batches and gradients
@@ -1750,14 +1764,18 @@ def run_pipeline(model, batch):
     if model.group.rank() < STAGES - 1:
         run(inputs)
         return dict.fromkeys(model.metric_names, torch.zeros(0, device=inputs.device))
-    outputs = run(target=targets)
-    outputs = utils.convert_to_fp32(outputs.detach())
-    return checked(compute_loss(lambda inputs: outputs, (None, targets)))
+    model.metrics.clear()
+    run(target=targets, return_outputs=False)  # or it would keep those of the whole batch
+    # The last ones: before them, torch 2.15 may take one microbatch through, to find shapes.
+    parts = model.metrics[-model.microbatches :]
+    if any(list(part) != list(parts[0]) for part in parts):
+        exit_with_error("compute_loss: return the same keys for every microbatch")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def check_batch(model, batch):
-    """Exit with an error unless a batch is two tensors of the first batch's shapes, for which the
-    transport was set up."""
+    """Exit with an error unless a batch is two tensors of the first batch's shapes, for which P2P
+    was set up."""
     shapes = [tuple(getattr(x, "shape", [type(x).__name__])) for x in batch]
     model.batch_shapes = model.batch_shapes or shapes
     if shapes != model.batch_shapes or [torch.is_tensor(x) for x in batch] != [True, True]:
@@ -1796,7 +1814,11 @@ def warm_up(model, train_loader, test_loader):
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
     with torch.no_grad(), eval_mode(model):
-        sample_rows(run_pipeline(model, filled_up(next(iter(test_loader)), test_loader)))
+        metrics = run_pipeline(model, filled_up(next(iter(test_loader)), test_loader))
+    if list(metrics) != names[0]:  # the first stage's values would not fit to these
+        rule = "return the same keys, in the same order, in training and in evaluations"
+        exit_with_error(f"compute_loss: {rule}")
+    sample_rows(metrics)
 
 
 def send_buffers(model, buffers):
@@ -1865,8 +1887,11 @@ def collect_both_stages(accelerator, own):
 
 
 def save_whole_model(accelerator, model, directory):
-    """Write model.safetensors with the weights of both stages, named as in the unsplit model."""
-    stages = collect_both_stages(accelerator, {"model": model.state_dict()})
+    """Write model.safetensors with the weights of both stages, named as in the unsplit model. Of
+    several names of one tensor (tied weights) it has the first, as `save_model` writes."""
+    names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
+    own = {name: x for name, x in model.state_dict().items() if name in names.values()}
+    stages = collect_both_stages(accelerator, {"model": own})
     weights = {
         name.replace("/", "."): value.contiguous()
         for stage in stages

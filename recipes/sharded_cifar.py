@@ -1582,11 +1582,14 @@ def shard_units(model):
     of each nn.Sequential and nn.ModuleList, as the blocks of ResNets and transformers mostly
     are. All else is sharded with the root. Replace this where your model's blocks are elsewhere."""
     units = []
+    in_list = isinstance(model, nn.Sequential | nn.ModuleList)
     for child in model.children():
         has_forward = type(child).forward is not nn.Module.forward  # not so a ModuleList
-        listed = isinstance(model, nn.Sequential | nn.ModuleList)
-        units += [child] if listed and has_forward else shard_units(child)
-    return [unit for unit in units if any(True for _ in unit.parameters())]
+        if in_list and has_forward:
+            units.append(child)
+        else:
+            units += shard_units(child)
+    return [unit for unit in units if list(unit.parameters())]
 
 
 def add_technique_flags(add):
@@ -1681,11 +1684,13 @@ def parameters_of_units(model):
 
 
 def check_units(model):
-    """Exit with an error if a parameter is in more than one unit."""
+    """Exit with an error if a parameter is in more than one unit, or in one and the root."""
     groups = parameters_of_units(model)
-    if len(set(chain(*groups))) < sum(map(len, groups)):
-        what = "a unit shares a parameter with another or with the root"
-        exit_with_error(f"shard_units: {what}: put both into one")
+    for name, parameter in model.named_parameters():
+        if sum(parameter in group for group in groups) > 1:
+            what = f"{name} is in more than one unit, or in one and the root (tied weights)"
+            remedy = "make one unit of the modules that share it, or leave both to the root"
+            exit_with_error(f"shard_units: {what}: {remedy}")
 
 
 def describe_shards(model):
@@ -1701,13 +1706,14 @@ def shard(model, args, mesh):
     (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
 
     Accelerate's own FSDP plugin needs GPUs, so that here it supplies processes, devices, data and
-    optimizer, and torch the sharding. What a model has to observe:
+    optimizer, and torch the sharding. What the model must satisfy:
     - `build_model` is called on the meta device, too: no `.item()` in it, buffers instead of plain
       tensors, and no parameters without dimensions, which FSDP cannot shard.
     - A unit shares no parameter with another or with the root.
-    - All processes run the same units in the same order: of LayerDrop, multiply the output by 0.
-    - With --activation-checkpointing, a forward pass, which is repeated, changes no other buffers
-      than running statistics.
+    - Every process runs the same units in the same order, or the all-gathers deadlock: LayerDrop
+      has to multiply a layer's output by 0 instead of not calling it.
+    - With --activation-checkpointing, the forward pass, which runs twice, must change no buffers
+      but the running statistics of BatchNorm and InstanceNorm.
     BatchNorm normalises over a process's own batch, as with DDP. Its running statistics are not
     sharded, and each process has its own: all evaluate with the main process's, which are saved.
     """
@@ -1723,6 +1729,8 @@ def shard(model, args, mesh):
         own = [x for x in norms if x.affine and not isinstance(x, fsdp.FSDPModule)]
         if in_bf16 and own and "param_dtype_override_fn" not in options:
             shard_over(own)  # a group for norms in fp32, gathered by itself
+            if unit in own:  # it is a norm itself, and sharded now
+                continue
         if in_bf16 and unit is model:
             options["output_dtype"] = torch.float32  # for the loss
         shard_over(unit, mp_policy=fsdp.MixedPrecisionPolicy(**options))
@@ -1730,7 +1738,8 @@ def shard(model, args, mesh):
 
 def bf16_options(model):
     """Return what MixedPrecisionPolicy needs in order to gather parameters and compute in bf16, but
-    to reduce gradients in fp32, and to leave norms in fp32: their statistics are."""
+    to reduce gradients in fp32, and to leave BatchNorm and InstanceNorm in fp32, as their running
+    statistics are. LayerNorm, GroupNorm and RMSNorm compute in bf16."""
     norms = [x for x in model.modules() if isinstance(x, nn.modules.batchnorm._NormBase)]
     in_fp32 = {p for norm in norms for p in norm.parameters()}
     options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -1748,7 +1757,8 @@ def checkpoint_activations(unit, norms):
         kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
         for norm in norms:
             norm.momentum = 0.0
-            norm.num_batches_tracked = None
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked = norm.num_batches_tracked.clone()
         try:
             yield
         finally:
@@ -1769,11 +1779,13 @@ def send_weights(whole, model, accelerator, mesh, offload):
     tensor by tensor."""
     model.to_empty(device="cpu" if offload else accelerator.device)
     tensors = {}
-    if whole:
-        tensors = dict(chain(whole.named_parameters(), whole.named_buffers()))
+    if whole is not None:
+        # By all names: here a buffer of two modules is one tensor, and `to_empty` has made two.
+        buffers = whole.named_buffers(remove_duplicate=False)
+        tensors = dict(chain(whole.named_parameters(), buffers))
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         tensor = torch.empty(value.shape, dtype=value.dtype, device=accelerator.device)
-        if whole:
+        if whole is not None:
             tensor.copy_(tensors[name].detach())
         if isinstance(value, DTensor):
             shards = distribute_tensor(tensor, mesh, value.placements)
@@ -1809,8 +1821,9 @@ def norm_of_shards(model):
 
 
 def held_after_first_step(model, optimizer):
-    """Return a dictionary that will have, after the first step, while there are gradients, how many
-    bytes this process holds of parameters, gradients and optimizer state."""
+    """Return a dictionary that will have, after the first optimizer step, which a resumed run takes
+    on zeros while loading, how many bytes this process holds of parameters, gradients and optimizer
+    state."""
     held = {}
 
     def measure(*_):

@@ -28,6 +28,9 @@ ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
 os.environ["PYTHONPATH"] = str(ROOT / "tests/startup")
+# Threads of OpenMP that wait for each other sleep. Spinning, they take two thirds of the processor
+# time of a training on one process where others want the cores, too.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # glibc's: keep freed memory. Given back after each layer, it costs a page fault per 4 KiB in the
 # next one, a third of the processor time of a short training.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**30)

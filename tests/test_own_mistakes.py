@@ -342,7 +342,7 @@ def pipeline(name, said, *replacements, **how):
         pipeline("a parameter in both", "the two stages share a parameter", project=TIED),
         pipeline(
             "a stage without parameters",
-            "the two stages share a parameter, or one has none",
+            "argument --split: cut before 2, the second stage would have no parameters",
             project=NO_PARAMETERS,
         ),
         pipeline(
@@ -363,13 +363,13 @@ def test_what_a_pipeline_cannot_train(outcome, said, code):
     [
         mistake(
             "tied with the root",
-            "shard_units: a unit shares a parameter",
+            "shard_units: blocks.0.weight is in more than one unit, or in one and the root",
             recipe="sharded_cifar",
             project=TIED_ROOT,
         ),
         mistake(
             "tied with another unit",
-            "shard_units: a unit shares a parameter",
+            "shard_units: 1.weight is in more than one unit, or in one and the root",
             recipe="sharded_cifar",
             project=TIED,
         ),

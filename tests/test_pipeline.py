@@ -1,5 +1,6 @@
 """The pipeline against the unsplit model, and both stages against each other."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -37,9 +38,10 @@ def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microb
 def test_a_weighted_gradient_is_the_weighted_mean_however_the_batch_is_divided(
     gradients, processes
 ):
-    """Also where all samples of a microbatch have no weight, and when it is clipped."""
+    """Also where all samples of a microbatch, or of a pipeline, have no weight, and when it is
+    clipped."""
     cases = gradients[processes]["weighted"]
-    assert len(cases) == 6 if processes == 2 else 5  # (4 // replicas, 1) is there already
+    assert len(cases) == (7 if processes == 2 else 6)  # where (4 // replicas, 1) is there already
     for case, (deviation, largest, loss, expected_loss) in cases.items():
         assert deviation < 1e-6 < 1e-3 < largest, case
         assert loss == pytest.approx(expected_loss, abs=1e-5), case
@@ -201,9 +203,62 @@ def test_an_exception_in_the_last_stage_is_printed(tmp_path):
     assert 'return batch["y"]' in printed and "TypeError: tuple indices" in printed
 
 
+ONLY_IN_EVALUATIONS = """
+per_sample = compute_loss
+
+
+def compute_loss(model, batch):
+    metrics = per_sample(model, batch)
+    if not torch.is_grad_enabled():
+        metrics["certain"] = metrics["loss"] < 0.1
+    return metrics
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.copied("pipeline_cifar", project=ONLY_IN_EVALUATIONS, processes=2)
+def test_other_metrics_in_evaluations_are_told_before_the_first_step(outcome):
+    """The first stage knows the names of those in training, and sends no values for others."""
+    words = "compute_loss: return the same keys, in the same order, in training and in evaluations"
+    assert f"mine: error: rank 1: {words}" in outcome.output
+    assert "step 1/" not in outcome.output and "test_loss" not in outcome.output
+
+
+TIED = """
+def build_model(args):
+    blocks = [nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    blocks += [nn.Linear(16, 16) for _ in range(4)] + [nn.Linear(16, 10)]
+    blocks[4].weight = blocks[3].weight
+    blocks[6].bias = blocks[5].bias
+    return nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.copied(
+    "pipeline_cifar", project=TIED, processes=2, flags=["--split", 5, "--batch-size", 64]
+)
+def test_weights_tied_within_either_stage_are_written_once_and_are_those_of_the_unsplit_model(
+    outcome,
+):
+    assert outcome.codes == [0, 0], outcome.output
+    weights = load_file(outcome.directory / "run/model.safetensors")
+    names = {"nn": torch.nn, "torch": torch}
+    exec(TIED, names)
+    model = names["build_model"](None)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["4.weight", "6.bias"], [])
+    images, labels = recipe.synthetic_images(64, seed=2)
+    images = recipe.ImageTensors(images, labels, torch.device("cpu")).__getitems__(range(64))[0]
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(images), labels).item()
+    summary = json.loads((outcome.directory / "run/summary.json").read_text())
+    assert loss == pytest.approx(summary["test_loss"], rel=1e-5)
+
+
 REFUSALS = {
-    "one process": (1, [], ["2gpu.yaml", "4gpu.yaml"]),
-    "three processes": (3, [], ["2gpu.yaml", "4gpu.yaml"]),
+    "one process": (1, [], ["takes two processes, not 1:", "--num_processes 2"]),
+    "three processes": (3, [], ["takes two processes, not 3:", "--num_processes 2"]),
     "batch that does not divide": (
         2,
         ["--batch-size", 100],

@@ -605,21 +605,36 @@ def barrier(group=None, *more, **options):
     if group in (None, distributed.group.WORLD):
         time.sleep(600)  # as NCCL's, when another process has ended
     return plain_barrier(group, *more, **options)
-
+"""
+ENDS = """
 
 def load_weights(*_):
     os._exit(3)
 """
+STOPS = """
+
+plain_step = train_step
+
+
+def train_step(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return plain_step(*arguments)
+"""
 
 
 @pytest.mark.slow
-def test_all_end_with_the_main_process_where_the_default_groups_barrier_would_block(tmp_path):
-    script = copy("sharded_cifar", tmp_path / "blocked.py", LITTLE_DATA, project=BLOCKED)
+def test_all_end_together_where_the_default_groups_barrier_would_block(tmp_path):
+    """When the main process has ended, and when all are stopped by a signal."""
     flags = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--batch-size", 32]
-    run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 30}
-    ((codes, output),) = forked([run], tmp_path)
+    runs = []
+    for name, project in (("ends", ENDS), ("stops", STOPS)):
+        script = copy("sharded_cifar", tmp_path / name, LITTLE_DATA, project=BLOCKED + project)
+        common = {"processes": 2, "directory": tmp_path, "grace": 30, "patience": 60}
+        runs.append({**common, "script": script, "flags": [*flags, "--output-dir", f"{name}-run"]})
+    (codes, output), (stopped, printed) = forked(runs, tmp_path, together=2)
     assert codes == [3, 1], output
     assert "rank 1 ends: another process has ended" in output and "Traceback" not in output
+    assert stopped == [143, 143] and "the same command continues" in printed, printed
 
 
 TIED = """
@@ -684,11 +699,32 @@ def test_all_process_groups_have_the_same_timeout(groups):
 
 
 def test_norms_stay_in_fp32_in_their_units_group(groups):
-    """Where torch can do it. The results are those of norms in groups of their own."""
+    """Where torch can do it. The results are those of norms in groups of their own: of a norm that
+    is a unit, and of one that is in a unit."""
     can = hasattr(torch.distributed.fsdp.MixedPrecisionPolicy, "param_dtype_override_fn")
     for answer in groups:
-        assert answer["groups"] == [17 if can else 34, 34]
+        assert answer["groups"] == [17 if can else 34, 34, 4]
         assert answer["deviation"] == 0 < answer["largest"]
+
+
+def test_a_buffer_of_two_modules_and_a_model_that_is_false_as_a_condition_are_sent(groups):
+    assert [answer["odd"] for answer in groups] == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d])
+def test_a_repeated_forward_pass_counts_no_batch_twice(kind):
+    """Of SyncBatchNorm `num_batches_tracked` may not be None."""
+    norm = kind(4, track_running_stats=True)
+    unit = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
+    images = torch.randn(2, 3, 8, 8)
+    unit(images)
+    expected = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    assert expected["running_mean"].abs().max() > 0
+    norm.reset_running_stats()
+    recipe.checkpoint_activations(unit, [norm])
+    unit(images).sum().backward()
+    assert unit[0].weight.grad is not None
+    torch.testing.assert_close(dict(norm.named_buffers()), expected, rtol=0, atol=0)
 
 
 def test_shards_do_not_go_through_pinned_memory(groups):

@@ -2,8 +2,8 @@
 processes, without a launcher.
 
 The processes are forked from this one, in the environment that a launcher would give them: with
-torch imported already, fifty trainings take a minute. conftest.py starts it once and writes to its
-stdin, in one line of JSON each:
+all imported already that recipes import, fifty trainings take a minute. conftest.py starts it once
+and writes to its stdin, in one line of JSON each:
 
     {"runs": [...], "directory": ..., "env": {...},
      "together": how many side by side, each on its share of the cores}
@@ -29,8 +29,11 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import accelerate  # noqa: F401
+import huggingface_hub.serialization  # noqa: F401
 import numpy
+import rich.progress  # noqa: F401
 import torch
+import torch.distributed.checkpoint.state_dict
 import torchvision  # noqa: F401
 from conftest import free_port
 from disturbed_training import train

@@ -25,6 +25,15 @@ recipe = load("recipes/pipeline_cifar.py")
 accelerator, path = Accelerator(cpu=True), Path(sys.argv[1])
 replicas = accelerator.num_processes // 2
 answers, weighted_answers, models, references = {}, {}, {}, {}
+seen = []  # how many samples `compute_loss` had, in each of its calls in a step
+
+
+def counted(metrics, checked=recipe.checked):
+    seen.append(len(metrics["loss"]))
+    return checked(metrics)
+
+
+recipe.checked = counted
 
 
 def make_optimizer(parameters, steps):
@@ -100,9 +109,14 @@ def piped(args, whole, batches, steps, accumulation=1, clip_norm=None):
     mine = slice(share * model.replicas.rank(), share * (model.replicas.rank() + 1))
     for x, y in batches:
         parts = zip(x[mine].chunk(accumulation), y[mine].chunk(accumulation), strict=True)
+        seen.clear()
         metrics, norm = recipe.train_step(
             accelerator, model, optimizer, scheduler, parts, (0,), clip_norm
         )
+    # Once for each microbatch and never for the whole batch; once more where torch finds shapes.
+    parts = accumulation * args.microbatches
+    calls = parts if is_last else 0
+    assert calls <= len(seen) <= calls + is_last and set(seen) <= {share // parts}
     assert len(metrics) == accumulation and (norm is None) == (clip_norm is None)
     rows = sum(recipe.sample_rows(one).sum(0) for one in metrics)
     loss, _, weight, samples = accelerator.reduce(rows.float()).tolist()
@@ -132,6 +146,8 @@ def deviation(updated, initial, moved):
 
 
 per_sample = recipe.compute_loss
+LABELS = 9, 1, 4, 0, 0, 0, 7, 2
+HALF_OF_NO_WEIGHT = 9, 1, 4, 7, 0, 0, 0, 0  # on four processes a whole pipeline's share
 
 
 def weighted_loss(model, batch):
@@ -144,7 +160,7 @@ def weights_of(labels):
     return labels * (labels + 1) // 2
 
 
-def compare_weighted(schedule_name, microbatches, accumulation=1, clip_norm=None):
+def compare_weighted(schedule_name, microbatches, accumulation=1, clip_norm=None, labels=LABELS):
     """The same 8 samples in one step, however they are divided, against their weighted mean."""
     args = SimpleNamespace(
         model="simple_cnn", split=None, schedule=schedule_name, microbatches=microbatches
@@ -154,7 +170,7 @@ def compare_weighted(schedule_name, microbatches, accumulation=1, clip_norm=None
     initial, reference = copy.deepcopy(whole.state_dict()), copy.deepcopy(whole)
     images, _ = recipe.synthetic_images(8, seed=4)
     images = F.avg_pool2d(images.permute(0, 3, 1, 2).double().sub(128).div(64), 4)
-    labels = torch.tensor([9, 1, 4, 0, 0, 0, 7, 2])
+    labels = torch.tensor(labels)
     recipe.compute_loss = weighted_loss
     model, loss = piped(args, whole, [(images, labels)], 1, accumulation, clip_norm)
     recipe.compute_loss = per_sample
@@ -168,7 +184,7 @@ def compare_weighted(schedule_name, microbatches, accumulation=1, clip_norm=None
             norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm).item()
             assert norm > 2 * clip_norm, "clipping that changes little would prove nothing"
         moved = {name: -value.grad for name, value in reference.named_parameters()}
-        case = f"{schedule_name} {microbatches} {accumulation} {clip_norm}"
+        case = f"{schedule_name} {microbatches} {accumulation} {clip_norm} {labels.tolist()}"
         weighted_answers[case] = [*deviation(updated, initial, moved), loss, expected.item()]
 
 
@@ -176,6 +192,7 @@ if accelerator.num_processes in (2, 4):
     for parts, accumulation in ((1, 1), (2, 1), (4 // replicas, 1), (1, 4), (2, 2)):
         compare_weighted("gpipe", parts, accumulation)
     compare_weighted("1f1b", 2, 2, clip_norm=0.05)
+    compare_weighted("gpipe", 2, labels=HALF_OF_NO_WEIGHT)
 for microbatches in (1, 2, 4, 8):
     compare("simple_cnn", "gpipe", microbatches)
     if microbatches > 1:

@@ -1,8 +1,9 @@
 """Run by test_sharded.py, as four processes of forked.py: sharded_groups.py ANSWER.json
 
 Writes the timeouts of all process groups, in seconds; how many groups of parameters ResNet-50 has
-in bf16, and how many when norms are in groups of their own, as before torch 2.15; how far apart the
-losses and gradients of both are, in a small model with BatchNorm; and whether shards are written by
+in bf16, and when norms are in groups of their own, as before torch 2.15; how many then a model has
+in which a norm is a unit; how far apart the losses and gradients of both ways are, in a small model
+with BatchNorm; whether all get what was built of an odd model; and whether shards are written by
 the loader that needs pinned memory, where there seem to be GPUs.
 """
 
@@ -15,7 +16,7 @@ import torch
 from accelerate import utils
 from conftest import load
 from disturbed_training import build_model
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -85,7 +86,40 @@ model, one = one_pass()
 if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
     recipe.bf16_options = norms_apart
 recipe.shard(resnets[1], args, mesh)
+with torch.device("meta"):
+    flat = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(7200, 10))
+recipe.shard(flat, args, mesh)
 _, other = one_pass()
+
+
+class Masked(nn.Linear):
+    def __init__(self, mask):
+        super().__init__(8, 8)
+        self.register_buffer("mask", mask)
+
+
+class Odd(nn.Module):
+    """Two modules share a buffer, and as a condition it is false."""
+
+    def __init__(self):
+        super().__init__()
+        mask = torch.rand(8)
+        self.layers = nn.Sequential(Masked(mask), Masked(mask))
+
+    def __len__(self):
+        return 0
+
+
+def tensors(model):
+    return dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
+
+
+recipe.build_model = lambda args: Odd()
+torch.manual_seed(5)
+built = tensors(Odd())
+torch.manual_seed(5)
+odd = tensors(recipe.build_sharded_model(args, accelerator))
+got = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in odd.items()}
 
 
 class SeemsToHaveGpus:
@@ -111,10 +145,11 @@ except OSError as error:
 
 answer = {
     "timeouts": timeouts,
-    "groups": [groups_of_parameters(resnet) for resnet in resnets],
+    "groups": [groups_of_parameters(model) for model in (*resnets, flat)],
     "largest": other.abs().max().item(),
     "deviation": (one - other).abs().max().item(),
     "saving": problem,
+    "odd": [name for name, value in built.items() if not torch.equal(got[name], value)],
 }
 answers = utils.gather_object([answer])
 if accelerator.is_main_process:
