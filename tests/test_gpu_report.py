@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_report
 import gpu_report_parts
@@ -25,6 +27,10 @@ if name == "raises":
 if name == "hangs":
     # As a launcher's ranks: in a session of its own.
     print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+    time.sleep(600)
+if name == "broken":
+    rows.append({"failure": "FAILED tests/test_gpu.py::test_it"})
+    open(f"{folder}/{name}.json", "w").write(json.dumps({"notes": ["begun"], "rows": rows}))
     time.sleep(600)
 """
 
@@ -69,7 +75,7 @@ def test_parts_that_raise_or_hang_keep_what_they_have_and_the_others_run(report)
     assert code == 1
     assert {name: part["status"] for name, part in results.items()} == {
         "raises": "failed: exit code 1",
-        "hangs": "failed: not finished after 1 s",
+        "hangs": "not finished after 1 s",
         "good": "done",
     }
     assert all(part["rows"] == [{"x": 1234.5}, {"x": 1, "y": "z"}] for part in results.values())
@@ -83,12 +89,19 @@ def test_parts_that_raise_or_hang_keep_what_they_have_and_the_others_run(report)
 
 def test_what_no_time_is_left_for_is_dropped_and_said(report):
     code, results, text = report({"good": 60}, {"last": 60}, minutes=(gpu_report.RESERVED + 5) / 60)
-    assert code == 1 and (results["good"]["status"], results["last"]["status"]) == (
+    assert code == 0 and (results["good"]["status"], results["last"]["status"]) == (
         "dropped: no time was left",
         "done",
     )
     assert "dropped: no time was left" in text
-    assert report({"good": 60})[0] == 0
+
+
+def test_a_part_whose_time_is_over_fails_only_if_something_in_it_has_failed(report):
+    code, results, text = report({"hangs": 1}, {"good": 60})
+    assert code == 0 and results["good"]["status"] == "done"
+    assert "\nnot finished after 1 s, 1 s\n" in text and "said by hangs" in text
+    code, results, _ = report({"broken": 1})
+    assert code == 1 and results["broken"]["status"] == "failed: not finished after 1 s"
 
 
 def test_ctrl_c_ends_what_runs_and_writes_what_is_there(report, tmp_path):
@@ -196,6 +209,85 @@ def test_what_has_no_time_is_left_out_and_no_failure(plan, monkeypatch):
     assert report.notes == ["left out, no time was left: d; e"] and not report.failed
 
 
+SLOW = """
+import json, sys, time
+from pathlib import Path
+time.sleep(int(sys.argv[sys.argv.index("--batch-size") + 1]) / 10)
+names = "samples_per_second", "measured_samples", "measured_seconds", "peak_memory_bytes"
+Path("out").mkdir()
+summary = {**dict.fromkeys((*names, "warmed_up_at"), 1.0), "device": "cpu"}
+Path("out/summary.json").write_text(json.dumps(summary))
+"""
+
+
+def test_what_is_begun_and_not_finished_in_the_time_left_is_no_failure(plan, tmp_path, monkeypatch):
+    """Runs of growing duration, of which the third takes longer than what is left."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/timed_training.py").write_text(SLOW)
+    report = plan(80)
+    arguments = SimpleNamespace(part="images", folder=tmp_path)
+    monkeypatch.setattr(gpu_report_parts, "args", arguments, raising=False)
+    monkeypatch.setattr(gpu_report_parts, "ROOT", tmp_path)
+    gpu_report_parts.measure(("ddp_cifar", "cifar", 1))  # the first one starts the server
+    end = time.monotonic() + 5
+    monkeypatch.setattr(gpu_report_parts, "seconds_left", lambda: end - time.monotonic())
+    for batch in gpu_report_parts.in_time(report, [1, 3, 600, 601]):
+        (row,) = gpu_report_parts.measure(("ddp_cifar", "cifar", batch))
+        report.add(batch=batch, **row)
+    assert [row.get("images/s") for row in report.rows] == [1.0, 1.0, None]
+    assert report.rows[2] == {"batch": 600, "n/a": "not finished in the time left"}
+    assert report.notes == ["left out, no time was left: 601"] and not report.failed
+
+
+TESTS = """
+import time
+import pytest
+
+
+def test_fails():
+    assert "this" == "that"
+
+
+def test_waits():
+    time.sleep(0 if {ends} else 600)
+
+
+@pytest.fixture
+def broken():
+    raise ValueError("that")
+
+
+def test_error(broken):
+    pass
+"""
+
+
+def test_a_test_that_fails_is_a_failure_before_the_summary(plan, tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    script = tmp_path / "tests/test_gpu.py"
+    monkeypatch.setattr(gpu_report_parts, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_report_parts, "CUDA", True)  # all tests
+    report = plan(80)
+    script.write_text(TESTS.replace("{ends}", "True"))
+    gpu_report_parts.tests(report)
+    assert report.failed
+    assert [row["failure"].split(" - ") for row in report.rows] == [
+        ["ERROR tests/test_gpu.py::test_error", "ValueError: that"],
+        ["FAILED tests/test_gpu.py::test_fails", "AssertionError: assert 'this' == 'that'"],
+    ]
+    script.write_text(TESTS.replace("{ends}", "False"))
+    report = plan(80)
+    threading.Thread(target=gpu_report_parts.tests, args=(report,)).start()
+    try:
+        wait_until(lambda: report.rows, 30)
+    finally:
+        for child in psutil.Process().children():
+            if "tests/test_gpu.py" in child.cmdline():
+                child.kill()
+    (row,) = report.rows
+    assert report.failed and row["failure"].startswith("tests/test_gpu.py::test_fails FAILED")
+
+
 def test_one_by_one_where_four_together_need_more_memory(plan, monkeypatch):
     together = []
 
@@ -216,6 +308,7 @@ def test_a_run_without_memory_is_no_failure(tmp_path):
     said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\nTraceback\nend"
     assert gpu_report_parts.answer(run, 0, [1], said) == {"n/a": said.splitlines()[0]}
     assert gpu_report_parts.answer(run, 0, [1], "end") == {"failure": "exit code 1: end"}
+    assert gpu_report_parts.answer(run, 0, [-9], "") == {"failure": "exit code -9: "}
 
 
 def test_the_baseline_is_measured_with_eight_workers_too_and_its_loader_alone(plan, monkeypatch):
