@@ -1,6 +1,7 @@
 """gpu_report.py: whatever happens to a part, what the others and it itself have measured is
 written."""
 
+import inspect
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import gpu_report
 import gpu_report_parts
 import psutil
 import pytest
+import torch
 from conftest import PROGRAMS, ROOT, forked, free_port, run, wait_until
 
 PARTS = """
@@ -137,32 +139,68 @@ def test_the_training_at_the_end_writes_its_curve(tmp_path):
 
 MEASURED = ["4", "0", "ddp_cifar", "--log-every", "1", "--epochs", "1"]
 SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--batch-size", "4"]
+MEND = "\nddp_on_one_rank()\n"
+
+
+def as_one_gpu(directory, *runs):
+    """[exit codes, output] of timed_training.py with these (change, line to put in, flags) in the
+    one rank of a process group that takes itself for one of GPUs; in directories 0, 1, ..."""
+    text = (ROOT / "benchmarks/timed_training.py").read_text()
+    assert text.count(MEND) == 1
+    described = []
+    for index, (change, lines, *flags) in enumerate(runs):
+        run = {"processes": 1, "script": ROOT / "tests/programs/as_multi_gpu.py"}
+        run["directory"] = directory / str(index)
+        run["directory"].mkdir()
+        script = run["directory"] / "timed.py"
+        script.write_text(text.replace(MEND, lines))
+        run["flags"] = [script, change, *MEASURED, *SMALL, *flags]
+        run["env"] = {**gpu_report_parts.ONE_RANK, "MASTER_PORT": str(free_port())}
+        described.append(run)
+    return forked(described, directory, 2, **PROGRAMS)
 
 
 def test_one_rank_on_a_gpu_is_in_ddp_and_what_does_not_happen_fails(tmp_path):
-    """Accelerate wraps one rank on CPU, not on a GPU. The last run is without what mends it."""
-    broken = tmp_path / "broken.py"
-    text = (ROOT / "benchmarks/timed_training.py").read_text()
-    assert text.count("\nddp_on_one_rank()\n") == 1
-    broken.write_text(text.replace("\nddp_on_one_rank()\n", "\n"))
-    good = ROOT / "benchmarks/timed_training.py"
-    kinds = [(good, "nothing"), (good, "broadcast buffers"), (good, "foreach SGD")]
-    runs = []
-    for index, (script, change) in enumerate([*kinds, (good, "parts"), (broken, "nothing")]):
-        run = {"processes": 1, "script": ROOT / "tests/programs/as_multi_gpu.py"}
-        run["directory"] = tmp_path / str(index)
-        run["directory"].mkdir()
-        run["flags"] = [script, change, *MEASURED, *SMALL]
-        run["env"] = {**gpu_report_parts.ONE_RANK, "MASTER_PORT": str(free_port())}
-        runs.append(run)
-    *fine, (codes, output) = forked(runs, tmp_path, 2, **PROGRAMS)
-    for each in fine:
-        assert each[0] == [0], each[1]
-    assert codes == [1] and "what was measured has [], and not ['DDP']" in output
+    """Accelerate wraps one rank on CPU, not on a GPU. The last runs are without what mends it, or
+    ask for what is not there."""
+    changes = ["nothing", "broadcast buffers", "foreach SGD", "parts"]
+    good = [(change, MEND) for change in changes]
+    options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    if "batched_grad_copy" in options:
+        good.append(("batched gradient copy", MEND))
+    bad = [("nothing", "\n"), ("broadcast buffers", "\n"), ("broadcast bufers", MEND)]
+    answers = as_one_gpu(tmp_path, *good, *bad)
+    for codes, output in answers[: len(good)]:
+        assert codes == [0], output
+    said = [
+        "what was measured has [], and not ['DDP']",
+        "what was measured has [], and not ['broadcast buffers']",
+        "timed_training: no change 'broadcast bufers', choose from nothing, broadcast buffers, ",
+    ]
+    for (codes, output), words in zip(answers[len(good) :], said, strict=True):
+        assert codes == [1] and words in output
     seconds = json.loads((tmp_path / "3/timings.json").read_text())
     parts = {"data", "step", "compute_loss", "backward", "metrics", "hang", "signals", "optimizer"}
     assert parts <= seconds.keys() and len(seconds["step"]) >= 3
     assert min(seconds["step"]) > 0
+
+
+def test_a_compiled_model_that_ddp_leaves_in_one_piece_fails(tmp_path):
+    """With buckets of which the simple_cnn needs several, and without a compiler, which takes
+    long. The third model is smaller than a bucket."""
+    no_compiler = """
+compile_with = torch.nn.Module.compile
+torch.nn.Module.compile = lambda model, **_: compile_with(model, backend="eager")
+"""
+    buckets = "torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1000\n"
+    whole = "torch._dynamo.config.optimize_ddp = False\n"
+    runs = [no_compiler + buckets, no_compiler + buckets + whole, no_compiler]
+    split, one_piece, small = as_one_gpu(
+        tmp_path, *(("nothing", MEND + lines, "--compile") for lines in runs)
+    )
+    assert split[0] == [0], split[1]
+    assert small[0] == [0], small[1]
+    assert one_piece[0] == [1] and "DDP split the compiled model into [] parts" in one_piece[1]
 
 
 @pytest.fixture
