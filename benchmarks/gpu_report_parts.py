@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -59,7 +60,7 @@ class Report:
 def measure(*configurations, change="nothing", steps=None):
     """Run these (recipe with its own flags, stem, batch size) side by side, as bench.py runs a
     recipe, each in the one rank of a process group, with DDP as in the baseline: of each, what it
-    says of its speed, or {"n/a": no memory}, or {"failure": its last words}."""
+    says of its speed, or {"n/a": no memory, no time}, or {"failure": its last words}."""
     runs = []
     least, warmup = steps or ((60, 20) if CUDA else (4, 2))
     seconds = 1.5 if CUDA else 0
@@ -95,6 +96,8 @@ def answer(run, launched, codes, output):
         print(output, flush=True)
         if out_of_memory := bench.OUT_OF_MEMORY.search(output):
             return {"n/a": out_of_memory[0].strip()[:200]}
+        if "\nforked.py: ended after a patience of" in output:
+            return {"n/a": "not finished in the time left"}
         last_words = "".join(output.splitlines()[-1:])[:200]
         return {"failure": f"exit code {codes[0]}: {last_words}"}
     found = bench.sample(directory, launched)
@@ -196,7 +199,11 @@ def tests(report):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=unbuffered)
     for line in process.stdout:
         print(line, end="", flush=True)
-        if line.startswith(("FAILED", "ERROR")):
+        # A failure is added as soon as pytest tells it, since time may be over before the summary,
+        # which tells it again, with its reason.
+        if "short test summary info" in line:
+            report.rows.clear()
+        if re.match(r"(FAILED|ERROR) |tests/.* (FAILED|ERROR) ", line):
             report.add(failure=line.strip()[:200])
     report.note(line.strip(" =\n"))
     report.failed = process.wait() != 0
@@ -319,6 +326,7 @@ def epoch(report):
     (row,) = measure((f"{PRECISIONS[HALF]} {length}", stem, batch), change="epoch")
     if "start s" not in row:
         report.add(**row)
+        return
     for name, values in timings()[0].items():
         report.add(what=name, times=len(values), first=values[0], median=statistics.median(values))
 

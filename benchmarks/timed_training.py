@@ -4,7 +4,8 @@
 
 A recipe as bench.py measures it (`measure_training`), with one thing changed, or timed; "epoch" is
 its own `main`. Writes what it has timed to timings.json: {name: the seconds of every time}. Where
-RANK is set, the model is in DDP, also on one GPU, or the run fails.
+RANK is set, the model is in DDP, also on one GPU. The run fails if the change was not made, or if
+DDP left a compiled model in one piece.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 import accelerate
 import torch
 from conftest import ddp_on_one_rank, load
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
 change, least_steps, least_seconds, name, *flags = sys.argv[1:]
@@ -27,6 +29,8 @@ cuda = torch.cuda.is_available()
 seconds = defaultdict(list)
 SGD = torch.optim.SGD
 made = []  # what is to be measured, each time that it was made
+gradient_bytes = []  # of each model in DDP
+partitions = []  # of each graph of a compiled model in DDP
 
 
 def write():
@@ -111,19 +115,25 @@ def time_the_parts():
 class DDP(torch.nn.parallel.DistributedDataParallel):
     """Notes that it was made."""
 
+    kind = "DDP"
+
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        made.append("DDP")
+        made.append(self.kind)
+        gradient_bytes.append(sum(p.nbytes for p in self.parameters() if p.requires_grad))
 
 
 class AlwaysBroadcast(DDP):
     """The recipes switch it off after it is made."""
 
+    kind = "broadcast buffers"
     broadcast_buffers = property(lambda self: True, lambda self, value: None)
 
 
 class BatchedCopy(DDP):
     """Of torch 2.15 on; Accelerate's DistributedDataParallelKwargs does not know it."""
+
+    kind = "batched gradient copy"
 
     def __init__(self, *args, **options):
         super().__init__(*args, batched_grad_copy=True, **options)
@@ -132,6 +142,19 @@ class BatchedCopy(DDP):
 def foreach_sgd(*args, **options):
     made.append("foreach SGD")
     return SGD(*args, **{**options, "fused": False, "foreach": True})
+
+
+def count_partitions():
+    """Keep into how many parts, each compiled by itself, DDP splits a compiled model: between them
+    it can send gradients."""
+    compile_fn = DDPOptimizer.compile_fn
+
+    def counted(optimizer, *args, **options):
+        compiled = compile_fn(optimizer, *args, **options)
+        partitions.append(len(optimizer.buckets))
+        return compiled
+
+    DDPOptimizer.compile_fn = counted
 
 
 def save_profile(profiler):
@@ -143,8 +166,12 @@ def save_profile(profiler):
     profiler.export_chrome_trace("trace.json.gz")
 
 
+kinds = {kind.kind: kind for kind in (AlwaysBroadcast, BatchedCopy)}
+changes = ["nothing", *kinds, "foreach SGD", "parts", "profile", "epoch"]
+if change not in changes:
+    sys.exit(f"timed_training: no change {change!r}, choose from {', '.join(changes)}")
 ddp_on_one_rank()
-kinds = {"broadcast buffers": AlwaysBroadcast, "batched gradient copy": BatchedCopy}
+count_partitions()
 torch.nn.parallel.DistributedDataParallel = kinds.get(change, DDP)
 if change == "foreach SGD":
     torch.optim.SGD = foreach_sgd
@@ -171,7 +198,10 @@ elif change == "epoch":
 else:
     bench.measure_training(recipe, least_steps, least_seconds)
 write()
-expected = ["DDP"] if "RANK" in os.environ else []
+expected = [change] if change in kinds else ["DDP"] if "RANK" in os.environ else []
 if change == "foreach SGD":
     expected.append(change)
 assert sorted(made) == sorted(expected), f"what was measured has {made}, and not {expected}"
+# DDP has a bucket of its own for the first gradients; a smaller model stays whole.
+if "--compile" in flags and max(gradient_bytes) > torch.distributed._DEFAULT_FIRST_BUCKET_BYTES:
+    assert max(partitions, default=0) > 1, f"DDP split the compiled model into {partitions} parts"

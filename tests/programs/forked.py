@@ -12,7 +12,7 @@ A run has `processes`, and what `train` in disturbed_training.py takes, or a `sc
 `flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience` in
 seconds, and `grace`, what is left of it when a process has failed: five; `terminate`: SIGTERM
 before SIGKILL, as from a launcher. The answer, a line on stdout, has [exit codes by rank, output]
-for each.
+for each; where patience has ended a run, the output's last line says so.
 """
 
 import contextlib
@@ -108,7 +108,9 @@ class Execution:
             work(run, rank, port, request, cores)
         if self.master:
             os.close(slave)
-        self.deadline = time.monotonic() + run.get("patience", 120)
+        self.patience = run.get("patience", 120)
+        self.deadline = time.monotonic() + self.patience
+        self.said = ""
 
     def read(self):
         with contextlib.suppress(OSError):
@@ -123,6 +125,8 @@ class Execution:
     def check(self):
         self.read()
         if time.monotonic() > self.deadline:
+            if not any(self.codes.values()):
+                self.said = f"\nforked.py: ended after a patience of {self.patience:.0f} s\n"
             number = signal.SIGTERM if self.run.pop("terminate", False) else signal.SIGKILL
             for pid in self.ranks:
                 os.kill(pid, number)
@@ -135,7 +139,7 @@ class Execution:
             self.file.close()
         else:
             os.close(self.master)
-        return [self.codes[rank] for rank in sorted(self.codes)], self.text.decode()
+        return [self.codes[rank] for rank in sorted(self.codes)], self.text.decode() + self.said
 
 
 def serve(request):
