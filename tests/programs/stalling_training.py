@@ -2,10 +2,11 @@
 
     {"recipe": "ddp_cifar", "flags": [...], "rank": 1, "where": "training", "how": "sleep"}
 
-`how`: "sleep" (for ever), a signal by its name, or "wait" (for the other ranks, in a collective
-operation that they do not take part in). `where`: in `compute_loss` while "training" or in an
-"evaluation", in the "dataset" or in a "worker" of it, or in "saving"; "slowly" everywhere, on all
-ranks, but each time for `seconds` only.
+`how`: "sleep" (for ever), a signal by its name, or "skip", which leaves out the first gather of
+`Metrics.log`. `where`: while it is "setting-up", before there is a process group; in `compute_loss`
+while "training" (in the fifth step) or in an "evaluation"; in the "dataset" or in a "worker" of it;
+or in "saving". "slowly" is everywhere, on all ranks, but each time for `seconds` only. A process
+that a launcher has restarted does not stall.
 """
 
 import itertools
@@ -23,14 +24,13 @@ recipe = load(f"recipes/{run['recipe']}.py")
 small = recipe.synthetic_images
 recipe.synthetic_images = lambda samples, seed: small(samples // 16, seed)
 here = int(os.environ.get("RANK", 0)) == run["rank"]
-accelerators = []
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    here = False
 
 
 def stall():
     if run["how"] == "sleep":
         time.sleep(1000)
-    elif run["how"] == "wait":
-        torch.distributed.barrier(accelerators[0].cpu_group)
     else:
         os.kill(os.getpid(), signal.Signals[run["how"]])
 
@@ -42,6 +42,19 @@ def stall_at(call, function):
     def stalling(*arguments, **options):
         if here and next(calls) == call:
             stall()
+        return function(*arguments, **options)
+
+    return stalling
+
+
+def stall_inside(call, function):
+    """Return the function, in whose n-th call `compute_loss` stalls, where it calls the model."""
+    calls = itertools.count(1)
+    compute_loss = recipe.compute_loss
+
+    def stalling(*arguments, **options):
+        if next(calls) == call:
+            recipe.compute_loss = lambda model, batch: compute_loss(stall_at(1, model), batch)
         return function(*arguments, **options)
 
     return stalling
@@ -73,11 +86,6 @@ evaluate = recipe.evaluate
 make_accelerator = recipe.make_accelerator
 
 
-def evaluate_and_stall(*arguments):
-    recipe.compute_loss = stall_at(2, recipe.compute_loss)
-    return evaluate(*arguments)
-
-
 def evaluate_slowly(accelerator, model, loader, hang):
     """Each batch takes less than the timeout, all of them together more."""
     progress = hang.made_progress
@@ -87,18 +95,36 @@ def evaluate_slowly(accelerator, model, loader, hang):
     return result
 
 
-def keep_accelerator(*arguments):
-    accelerators.append(make_accelerator(*arguments))
-    return accelerators[0]
+def skip_first_gather(*arguments):
+    accelerator = make_accelerator(*arguments)
+    gather = accelerator.gather
+
+    def skip(row):
+        accelerator.gather = gather
+        return row.repeat(accelerator.num_processes, 1)
+
+    if here:
+        accelerator.gather = skip
+    return accelerator
 
 
-recipe.make_accelerator = keep_accelerator
+def begin_later(*arguments):
+    """So that what the ranks print does not come at the same moment."""
+    time.sleep(2 * here)
+    return make_accelerator(*arguments)
+
+
 checkpoints = [name for name in vars(recipe) if name.endswith("Checkpoints")][-1]
 checkpoints = getattr(recipe, checkpoints)
-if run["where"] == "training":
-    recipe.train_step = stall_at(5, recipe.train_step)
+if run["how"] == "skip":
+    recipe.make_accelerator = skip_first_gather
+elif run["where"] == "setting-up":
+    recipe.make_accelerator = begin_later
+    recipe.choose_device = stall_at(1, recipe.choose_device)
+elif run["where"] == "training":
+    recipe.train_step = stall_inside(5, recipe.train_step)
 elif run["where"] == "evaluation":
-    recipe.evaluate = evaluate_and_stall
+    recipe.evaluate = stall_inside(1, recipe.evaluate)
 elif run["where"] == "dataset":
     recipe.ImageTensors.__getitems__ = stall_at(9, recipe.ImageTensors.__getitems__)
 elif run["where"] == "worker":
