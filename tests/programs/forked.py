@@ -108,7 +108,7 @@ class Execution:
             work(run, rank, port, request, cores)
         if self.master:
             os.close(slave)
-        self.patience = run.get("patience", 120)
+        self.patience = run.get("patience", 300)
         self.deadline = time.monotonic() + self.patience
         self.said = ""
 
