@@ -480,6 +480,8 @@ SHORT = ["MiB per sample", "16 GB", "24 GB", "80 GB"]  # what the short table ha
 NOTES = """- All is per GPU. parameters, gradients, optimizer, in GiB: between the backward pass and
   the update. gathered: the two largest neighbouring units of a sharded model, whole. pipeline: of
   the stage that needs more of it. data_parallel: of the first GPU.
+- Without a column: DDP's buckets, of ddp, amp and several pipelines on more than one GPU. They are
+  as large as the gradients, stay for the whole step, and are in GiB and all that follows it.
 - MiB per sample: what one more sample costs in a large batch, mostly saved activations. GiB: all
   of it with {batch} samples per GPU. 16 GB, ...: the most samples for a GPU of so many 10^9 bytes,
   less 2 GiB for CUDA's context, workspaces and fragmentation; 0: none.
