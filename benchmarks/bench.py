@@ -805,7 +805,7 @@ def parse_args():
     recipes = ("ddp_cifar", "amp_cifar")
     add(more, "--overhead", "under accelerate launch: what parts of a step cost", choices=recipes)
     memory = {"nargs": argparse.REMAINDER, "metavar": "RECIPE"}
-    add(more, "--memory", "GPU memory, computed: of all recipes, or of one and its flags", **memory)
+    add(more, "--memory", "GPU memory, computed: of all recipes, or with a file's model", **memory)
     args = parser.parse_args()
     for recipe in args.recipes:
         words = [word for word in shlex.split(recipe) if not ASSIGNMENT.match(word)]

@@ -3,12 +3,13 @@
 
     python benchmarks/bench.py --memory
     python benchmarks/bench.py --memory recipes/sharded_cifar.py --precision bf16 --batch-size 64
-    python benchmarks/bench.py --memory mine.py --model large
+    python benchmarks/bench.py --memory mine.py --model large  # each recipe with its model
 
 Without a file: all recipes with ResNet-50 (CIFAR stem, 32 x 32) and with a ViT-L/16 (224 x 224), on
 1, 2, 4 and 8 GPUs, written to `--output-dir` (benchmarks/results) as memory.md. With a recipe or a
-copy of one, and its flags: that training, with its own `load_data`, `build_model`, `compute_loss`,
-`make_optimizer` and `train_step`. Of `--data cifar10 synthetic`, synthetic is the default here.
+copy of one, and its flags: that training; then what each of the other recipes would need with its
+`load_data`, `build_model`, `compute_loss`, `make_optimizer` and flags, or why it cannot have them.
+Of `--data cifar10 synthetic`, synthetic is the default here.
 
 Some optimizer steps run on fake tensors, which have shapes but no memory. A dispatch mode adds up
 the storages that are alive after every operation: weights, gradients, momentum, saved activations,
@@ -53,14 +54,15 @@ MIB = 2**20
 MARGIN = 2 * GIB
 CARDS = (16, 24, 40, 80, 141)  # in GB of 10^9 bytes: no card of that name has less
 COUNTS = (1, 2, 4, 8)
+BATCH = 32  # samples per GPU
 VARIANTS = [
-    ("data_parallel_cifar", ""),
-    ("ddp_cifar", ""),
-    ("amp_cifar", "--precision bf16"),
-    ("pipeline_cifar", ""),
-    ("pipeline_cifar", "--precision bf16 --schedule 1f1b"),
-    ("sharded_cifar", ""),
-    ("sharded_cifar", "--precision bf16 --activation-checkpointing"),
+    ("data_parallel", ""),
+    ("ddp", ""),
+    ("amp", "--precision bf16"),
+    ("pipeline", ""),
+    ("pipeline", "--precision bf16 --schedule 1f1b"),
+    ("sharded", ""),
+    ("sharded", "--precision bf16 --activation-checkpointing"),
 ]
 
 
@@ -287,7 +289,9 @@ class Training:
         self.example = example
         self.on_cuda = on_cuda
         self.technique = technique_of(recipe)
-        self.in_16_bits = getattr(args, "precision", "fp32") != "fp32"  # amp's default: bf16
+        # amp's default is bf16. A model from there may bring the flag to recipes without it.
+        in_fp32 = self.technique in ("ddp", "data_parallel")
+        self.in_16_bits = not in_fp32 and args.precision != "fp32"
         self.stages = range(2 if self.technique == "pipeline" else 1)
         self.multiple = args.microbatches if self.technique == "pipeline" else 1
         self.replicas = processes // len(self.stages)
@@ -409,6 +413,8 @@ class Training:
     # ------------------------------------------------------------------------------- the pipeline
     def boundary(self, batch_size):
         """Return (shape, dtype) of what the first stage sends for a microbatch."""
+        if [torch.is_tensor(part) for part in self.example] != [True, True]:
+            raise TypeError("a pipeline's batch has to be a pair of tensors")
         stage = self.stage(0)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             stage.to_empty(device="cpu")
@@ -471,14 +477,16 @@ class Training:
 HEAD = ["model", "recipe", "GPUs", "parameters", "gradients", "optimizer", "gathered"]
 HEAD += ["MiB per sample", "GiB", *(f"{card} GB" for card in CARDS)]
 SHORT = ["MiB per sample", "16 GB", "24 GB", "80 GB"]  # what the short table has of each model
-NOTES = """- computed, not measured on a GPU; samples per GPU that fit, on 8 GPUs.
-- In the long table all is per GPU. parameters, gradients, optimizer, in GiB: between the backward
-  pass and the update. gathered: the two largest neighbouring units of a sharded model, whole.
-  pipeline: of the stage that needs more of it. data_parallel: of the first GPU.
-- MiB per sample: what one more sample costs in a large batch, mostly saved activations. GiB: all of
-  it with `--batch-size` (here 32) samples. 16 GB, ...: the most samples for a GPU of so many 10^9
-  bytes, less 2 GiB for CUDA's context, workspaces and fragmentation; 0: none.
-- The pipeline's `--batch-size` is that of two GPUs, in 8 microbatches; data_parallel's of all."""
+NOTES = """- All is per GPU. parameters, gradients, optimizer, in GiB: between the backward pass and
+  the update. gathered: the two largest neighbouring units of a sharded model, whole. pipeline: of
+  the stage that needs more of it. data_parallel: of the first GPU.
+- Without a column: DDP's buckets, of ddp, amp and several pipelines on more than one GPU. They are
+  as large as the gradients, stay for the whole step, and are in GiB and all that follows it.
+- MiB per sample: what one more sample costs in a large batch, mostly saved activations. GiB: all
+  of it with {batch} samples per GPU. 16 GB, ...: the most samples for a GPU of so many 10^9 bytes,
+  less 2 GiB for CUDA's context, workspaces and fragmentation; 0: none.
+- A pipeline's `--batch-size` is that of two GPUs, here {both}, in 8 microbatches unless its row has
+  `--microbatches`; data_parallel's is that of all GPUs."""
 
 
 def load(path):
@@ -495,8 +503,10 @@ def parsed(recipe, flags):
     words = sys.argv[1:]
     sys.argv[1:] = flags
     names = ("add_flags", "add_technique_flags")
-    args = recipe.parse_args(*[getattr(recipe, name) for name in names if hasattr(recipe, name)])
-    sys.argv[1:] = words
+    try:
+        args = recipe.parse_args(*[getattr(recipe, x) for x in names if hasattr(recipe, x)])
+    finally:
+        sys.argv[1:] = words
     if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
         args.data = "synthetic"
     if getattr(args, "cpu_offload", False):
@@ -600,42 +610,94 @@ def vit_l_16(args):
     return nn.Sequential(Patches(), *blocks, Head())
 
 
-def rows_of(path, flags, model=None, batch=None):
-    """Return a table's rows for a recipe: with `model`, (name, build_model, a batch), for that."""
-    recipe = load(path)
-    args = parsed(recipe, flags)
-    name = getattr(args, "model", "own").replace("resnet50", "ResNet-50")
-    if model:
-        name, recipe.build_model, example = model
-    else:
-        example = example_batch(recipe, args)
-    label = " ".join([Path(path).stem.removesuffix("_cifar"), *flags])
+def rows_of(name, label, recipe, args, example, batch):
+    """Return a table's rows for a recipe, of each number of GPUs that it can have."""
     rows = []
     for gpus in counts(recipe, args):
         training = Training(recipe, args, gpus[-1], example)
-        rows.append(row(name, label, gpus, training, batch or args.batch_size))
+        rows.append(row(name, label, gpus, training, batch))
     return rows
+
+
+# ------------------------------------------------------------------------ a copy with another model
+def project_recipe(technique):
+    return load(ROOT / f"recipes/{technique}_cifar.py")
+
+
+def with_model_of(own, own_args, technique, flags):
+    """Return the recipe of another technique, with what a copy, `own`, has replaced, and the copy's
+    arguments with those that the technique adds, from the flags."""
+    recipe = project_recipe(technique)
+    recipe.build_model = own.build_model
+    recipe.compute_loss = own.compute_loss
+    # If it is not replaced, each recipe has the one that suits it: sharded's is not fused.
+    before = project_recipe(technique_of(own)).make_optimizer
+    if inspect.getsource(own.make_optimizer) != inspect.getsource(before):
+        recipe.make_optimizer = own.make_optimizer
+    of_all = vars(parsed(project_recipe("ddp"), []))
+    added = {name: x for name, x in vars(parsed(recipe, flags)).items() if name not in of_all}
+    return recipe, SimpleNamespace(**vars(own_args) | added)
+
+
+def print_in_each_recipe(path, flags):
+    """Print the table of a copy with its flags, then of its model in each variant of the others."""
+    own = load(path)
+    args = parsed(own, flags)
+    example = example_batch(own, args)
+    name = Path(path).name
+    own_technique = technique_of(own)
+    batch = args.batch_size // (2 if own_technique == "pipeline" else 1)
+    print(as_table(HEAD, []))
+    rows_of(name, " ".join([own_technique, *flags]), own, args, example, batch)
+    own.exit_with_error = sys.exit  # which can be caught
+    reasons = []
+    for technique, variant in VARIANTS:
+        words = variant.split()
+        if technique == own_technique and not words:
+            continue  # the first rows
+        if technique == own_technique:
+            words = [*flags, *words]
+        label = " ".join([technique, *words])
+        try:
+            if technique == own_technique:
+                recipe, its_args = own, parsed(own, words)
+            else:
+                recipe, its_args = with_model_of(own, args, technique, words)
+                recipe.exit_with_error = sys.exit
+            rows_of(name, label, recipe, its_args, example, batch)
+        except (Exception, SystemExit) as error:
+            kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+            reason = " ".join(str(error).split())
+            reasons.append(f"- n/a: {label}: {kind}{reason:.300}")
+            print(as_row([name, label, *["n/a"] * (len(HEAD) - 2)]), flush=True)
+    first = "- computed, not measured on a GPU; samples per GPU that fit, on the row's GPUs."
+    rows = f"- {name} as it is, then its model, loss, optimizer and flags in the other recipes."
+    notes = NOTES.format(batch=batch, both=2 * batch)
+    print("\n".join(["", first, rows, notes, *reasons]))
 
 
 def main(words):
     """Print the table for a recipe and its flags, or write that of all recipes."""
     if words and not words[0].startswith("-"):
-        print(as_table(HEAD, []))
-        rows_of(words[0], words[1:])
-        print(NOTES)
-        return
+        return print_in_each_recipe(words[0], words[1:])
     parser = argparse.ArgumentParser(prog="bench.py --memory", description=__doc__)
     parser.add_argument("--output-dir", default="benchmarks/results", type=Path)
     args = parser.parse_args(words)
     images = torch.zeros(2, 3, 224, 224)
     labels = torch.zeros(2, dtype=torch.int64)
-    large = "ViT-L/16", vit_l_16, (images, labels)
     rows = []
     print(as_table(HEAD, []))
-    for model in (None, large):
-        for recipe, flags in VARIANTS:
-            path = ROOT / f"recipes/{recipe}.py"
-            rows += rows_of(path, flags.split(), model, batch=32)
+    for name in ("ResNet-50", "ViT-L/16"):
+        for technique, flags in VARIANTS:
+            recipe = project_recipe(technique)
+            recipe_args = parsed(recipe, flags.split())
+            if name == "ResNet-50":
+                example = example_batch(recipe, recipe_args)
+            else:
+                recipe.build_model = vit_l_16
+                example = images, labels
+            label = f"{technique} {flags}".strip()
+            rows += rows_of(name, label, recipe, recipe_args, example, BATCH)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "memory.md").write_text(page(rows))
 
@@ -650,5 +712,7 @@ def page(rows):
         if cells[2].endswith("8"):
             short.setdefault(cells[1], [cells[1]]).extend(cells[index] for index in chosen)
     command = "`python benchmarks/bench.py --memory`"
-    parts = [as_table(head, short.values()), command, NOTES, as_table(HEAD, rows)]
+    first = "- computed, not measured on a GPU; samples per GPU that fit, on 8 GPUs."
+    notes = f"{first}\n{NOTES.format(batch=BATCH, both=2 * BATCH)}"
+    parts = [as_table(head, short.values()), command, notes, as_table(HEAD, rows)]
     return "\n\n".join(parts) + "\n"

@@ -73,11 +73,11 @@ def hung(results):
 
 
 def test_parts_that_raise_or_hang_keep_what_they_have_and_the_others_run(report):
-    code, results, text = report({"raises": 60, "hangs": 1}, {"good": 60})
+    code, results, text = report({"raises": 60, "hangs": 4}, {"good": 60})
     assert code == 1
     assert {name: part["status"] for name, part in results.items()} == {
         "raises": "failed: exit code 1",
-        "hangs": "not finished after 1 s",
+        "hangs": "not finished after 4 s",
         "good": "done",
     }
     assert all(part["rows"] == [{"x": 1234.5}, {"x": 1, "y": "z"}] for part in results.values())
@@ -99,11 +99,11 @@ def test_what_no_time_is_left_for_is_dropped_and_said(report):
 
 
 def test_a_part_whose_time_is_over_fails_only_if_something_in_it_has_failed(report):
-    code, results, text = report({"hangs": 1}, {"good": 60})
+    code, results, text = report({"hangs": 4}, {"good": 60})
     assert code == 0 and results["good"]["status"] == "done"
-    assert "\nnot finished after 1 s, 1 s\n" in text and "said by hangs" in text
-    code, results, _ = report({"broken": 1})
-    assert code == 1 and results["broken"]["status"] == "failed: not finished after 1 s"
+    assert "\nnot finished after 4 s, 4 s\n" in text and "said by hangs" in text
+    code, results, _ = report({"broken": 4})
+    assert code == 1 and results["broken"]["status"] == "failed: not finished after 4 s"
 
 
 def test_ctrl_c_ends_what_runs_and_writes_what_is_there(report, tmp_path):

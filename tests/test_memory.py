@@ -115,19 +115,122 @@ def test_the_prediction_is_what_processes_hold(tmp_path, project):
     assert max(map(abs, errors.values())) <= 0.1, errors
 
 
-def test_the_table_of_a_copy(tmp_path, capsys):
-    """With its own model and flags, on those numbers of GPUs that it can have."""
+def table_of(capsys, script, *flags):
+    """The cells of the rows that are printed for a copy, and the notes below them."""
+    memory.main([str(script), *flags])
+    table, _, notes = capsys.readouterr().out.partition("\n\n")
+    return [row.strip("| ").split(" | ") for row in table.splitlines()[2:]], notes
+
+
+def test_the_table_of_a_copy(tmp_path, capsys, monkeypatch):
+    """With its own model and flags, on those numbers of GPUs that it can have, without a second
+    row for what it is itself."""
+    monkeypatch.setattr(memory, "VARIANTS", [("sharded", ""), ("sharded", "--precision bf16")])
     script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=LARGE)
-    memory.main([str(script), "--batch-size", "16", "--replicas", "2"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if "| mine" in line]
-    cells = [row.strip("| ").split(" | ") for row in rows]
-    assert [row[2] for row in cells] == ["2", "4", "8"]
-    assert all(row[1] == "mine --batch-size 16 --replicas 2" for row in cells)
-    assert [row[3:7] for row in cells] == [
+    cells, _ = table_of(capsys, script, "--batch-size", "16", "--replicas", "2")
+    assert [row[:3] for row in cells] == [
+        ["mine.py", f"sharded --batch-size 16 --replicas 2{more}", count]
+        for more in ("", " --precision bf16")
+        for count in ("2", "4", "8")
+    ]
+    assert [row[3:7] for row in cells[:3]] == [
         ["0.59", "0.59", "0.59", "0.50"],  # two replicas, each whole
         ["0.30", "0.30", "0.30", "0.50"],
         ["0.15", "0.15", "0.15", "0.50"],
     ]
+
+
+WIDE = """
+
+def add_flags(add):
+    add("--width", "of the layers", type=int, default=8)
+    add("--precision", "as in amp_cifar.py", default=None)
+
+
+def build_model(args):
+    layers = nn.Linear(3072, args.width), nn.Linear(args.width, args.width)
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(args.width, 10))
+
+
+def load_data(args, accelerator):
+    images = torch.zeros(256, 3, 32, 32), torch.zeros(256, dtype=torch.int64)
+    return [DataLoader(torch.utils.data.TensorDataset(*images), args.batch_size)] * 2
+
+
+def make_optimizer(model, args, total_steps):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / args.width)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+"""
+
+
+@pytest.mark.slow
+def test_the_model_of_a_copy_in_each_recipe(tmp_path, capsys, monkeypatch):
+    """With its own flags, data and optimizer, of which AdamW has two states; and the techniques'
+    flags, not its own of that name."""
+    monkeypatch.setattr(memory, "COUNTS", (1, 2))
+    script = copy("amp_cifar", tmp_path / "mine.py", project=WIDE)
+    flags = ["--width", "8192", "--batch-size", "16"]
+    cells, notes = table_of(capsys, script, *flags)
+    assert {row[0] for row in cells} == {"mine.py"}
+    own = " ".join(flags)
+    assert list(dict.fromkeys(row[1] for row in cells)) == [
+        f"amp {own}",
+        "data_parallel",
+        "ddp",
+        f"amp {own} --precision bf16",
+        *(" ".join(variant).strip() for variant in memory.VARIANTS[3:]),
+    ]
+    needs = {(row[1], row[2]): row[3:6] for row in cells}
+    whole = ["0.34", "0.34", "0.69"]
+    assert needs[f"amp {own}", "1"] == needs["data_parallel", "1"] == needs["ddp", "1"] == whole
+    assert needs["pipeline", "2"] == ["0.25", "0.25", "0.50"]
+    assert needs["sharded", "2"] == ["0.17", "0.17", "0.34"]
+    fits = {row[1]: int(row[9].replace(",", "")) for row in cells if row[2] in ("1", "2")}
+    assert fits[f"amp {own}"] > 1.2 * fits["data_parallel"] >= 1.2 * fits["ddp"] > 0
+    assert "all\n  of it with 16 samples per GPU" in notes and "two GPUs, here 32," in notes
+    assert "n/a" not in notes
+
+
+OF_TEXTS = """
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).mean(1))
+
+
+def build_model(args):
+    return Model()
+
+
+def load_data(args, accelerator):
+    rows = [{"tokens": torch.arange(7), "label": torch.tensor(1)}] * 256
+    return [DataLoader(rows, args.batch_size)] * 2
+
+
+def compute_loss(model, batch):
+    logits = model(batch["tokens"])
+    return {"loss": F.cross_entropy(logits, batch["label"], reduction="none")}
+"""
+
+
+def test_a_recipe_that_cannot_have_the_model_says_why(tmp_path, capsys, monkeypatch):
+    """The others have it."""
+    variants = [("pipeline", ""), ("sharded", "--precision bf16")]
+    monkeypatch.setattr(memory, "VARIANTS", variants)
+    monkeypatch.setattr(memory, "COUNTS", (1, 2))
+    script = copy("ddp_cifar", tmp_path / "mine.py", project=OF_TEXTS)
+    cells, notes = table_of(capsys, script)
+    labels = ["ddp", "ddp", "pipeline", "sharded --precision bf16", "sharded --precision bf16"]
+    assert [row[1] for row in cells] == labels
+    assert cells[2] == ["mine.py", "pipeline", *["n/a"] * (len(memory.HEAD) - 2)]
+    assert notes.splitlines()[-1] == (
+        "- n/a: pipeline: cannot cut Model: make it an nn.Sequential, or edit model_blocks"
+    )
 
 
 def test_what_is_not_computed_is_refused():
