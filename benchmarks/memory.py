@@ -433,6 +433,7 @@ class Training:
         held = {}
         outputs = []
         losses = []  # kept, with what their graphs refer to, until the end
+        metrics = []  # of each microbatch
         sent = []
 
         def forward(index):
@@ -443,7 +444,8 @@ class Training:
             held[index] = received, output
             if last:
                 outputs.append(output)
-                losses.append(self.recipe.part_of_loss(output, targets[index], (count, 1)))
+                loss = self.recipe.part_of_loss(output, targets[index], (count, 1), metrics)
+                losses.append(loss)
 
         def backward(index):
             if gpipe and not last:  # what was sent is freed, except for its place in the graph
@@ -469,8 +471,6 @@ class Training:
             backward(index)
             if index + in_flight < count:
                 forward(index + in_flight)
-        if last:
-            torch.cat(outputs)
 
 
 # -------------------------------------------------------------------------------------- the table

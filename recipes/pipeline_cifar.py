@@ -356,7 +356,8 @@ class Metrics:
         self.started = time.time()
         self.text = checkpoint["metrics"] if checkpoint else ""  # what is in metrics.jsonl
         self.run_id = os.urandom(16).hex()
-        if checkpoint and Path(checkpoint["path"]).parent == Path(config["output_dir"]):
+        own = Path(config["output_dir"]).absolute()
+        if checkpoint and Path(checkpoint["path"]).absolute().parent == own:
             self.run_id = checkpoint["run_id"]  # for a tracker a resumed run is the same run
         self.open_outputs()
 

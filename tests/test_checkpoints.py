@@ -65,6 +65,11 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(recipe, 
     assert left == sorted(path.name for path in whole.glob("*"))
 
 
+def run_ids(directory, *steps):
+    paths = [directory / f"step-{step:08}.pt" for step in steps]
+    return {torch.load(path, weights_only=True)["run_id"] for path in paths}
+
+
 def checkpoints(directory):
     return sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
 
@@ -152,9 +157,16 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_a_complete_run_only_evaluate
     assert f"test_accuracy: {summary['test_accuracy']}" in output
     assert newest.read_bytes() == intact, "nothing was trained that had to be saved"
 
+    assert "it was written by" not in output
     newest.write_bytes(intact[:-100])
+    older = torch.load(directory / "step-00000010.pt", weights_only=True)
+    ours = older["config"]["versions"]
+    older["config"]["versions"] = {**ours, "torch": "2.0.1"}
+    torch.save(older, directory / "step-00000010.pt")
     ((codes, output),) = forked([again], tmp_path)
     assert codes == [0] and "resumed_from: 10\n" in output
+    told = f"warning: it was written by {older['config']['versions']}, and this is {ours}\n"
+    assert output.count(told) == 1, output
     assert output.count("cannot load") == 1 and "step-00000020.pt (BadZipFile" in output
     assert (directory / "model.safetensors").read_bytes() == weights
     assert newest.read_bytes() != intact[:-100]
@@ -210,6 +222,8 @@ def test_which_checkpoint_counts(tmp_path):
     assert [output.count(own) for _, output in outcomes] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert "another --output-dir to start afresh" in errors[7][0]
     assert damaged.read_bytes() == b"PK"
+    begun, continued = run_ids(first, 2, 4, 5), run_ids(second, 4, 5)
+    assert len(begun) == len(continued) == 1 and begun != continued, "for a tracker"
 
 
 def test_other_hyperparameters_are_an_error_that_names_the_flags(tmp_path):

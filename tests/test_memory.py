@@ -144,7 +144,6 @@ WIDE = """
 
 def add_flags(add):
     add("--width", "of the layers", type=int, default=8)
-    add("--precision", "as in amp_cifar.py", default=None)
 
 
 def build_model(args):

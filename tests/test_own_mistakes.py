@@ -1,6 +1,8 @@
 """What a copier gets wrong is told in one line, before the first epoch is over: what was found, and
 what to write instead. No traceback, and nothing twice."""
 
+import socket
+
 import pytest
 from conftest import LITTLE_DATA, SMALL, copy, forked
 
@@ -148,6 +150,29 @@ def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
     assert lines[0].startswith("mine: error: rank 1: compute_loss returned Tensor: ")
     assert outcome.codes[1] == 2 and outcome.codes[0] != 0
     assert "Traceback" not in outcome.output
+
+
+BARE = "    raise TypeError('a mistake')\n"
+BARE_ON_ONE = f"    if accelerate.PartialState().process_index == 1:\n    {BARE}"
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        pytest.param(0, marks=pytest.mark.copied("ddp_cifar", (LOSS, BARE + LOSS), processes=2)),
+        pytest.param(
+            1, marks=pytest.mark.copied("ddp_cifar", (LOSS, BARE_ON_ONE + LOSS), processes=2)
+        ),
+    ],
+    ids=["on both ranks", "on one rank"],
+)
+def test_a_bare_exception_is_printed_once_and_names_its_rank(outcome, rank):
+    """Of an exception that all ranks have, the first prints."""
+    head, trace = outcome.output.split("Traceback (most recent call last):\n")
+    assert head.endswith(f"mine: rank {rank} on {socket.gethostname()}:\n"), outcome.output
+    assert " in compute_loss\n" in trace and trace.count("TypeError: a mistake\n") == 1, trace
+    assert outcome.output.count("mine: ") == 1, outcome.output
+    assert outcome.codes[rank] == 1 and outcome.codes[1 - rank] != 0
 
 
 DROP_LAST = "load_data: training needs drop_last=True, the test drop_last=False and some samples"

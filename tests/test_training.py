@@ -10,9 +10,12 @@ import torch
 import torchvision
 from conftest import (
     HAS_REAL_DATA,
+    LITTLE_DATA,
     REAL_DATA,
+    SMALL,
     answers,
     control_characters,
+    copy,
     load,
     needs_real_data,
     train_forked,
@@ -179,13 +182,34 @@ def test_a_file_gets_plain_lines_from_the_main_process_only(resnet_run):
         assert len(re.findall(re.escape(fact) + r"\b", resnet_run.output)) == 1, resnet_run.output
 
 
+SLOW_DATA = """
+indexed = ImageTensors.__getitems__
+
+
+def index_slowly(dataset, indices):
+    time.sleep(0.8 * int(os.environ["RANK"]))
+    return indexed(dataset, indices)
+
+
+ImageTensors.__getitems__ = index_slowly
+"""
+
+
 def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_plain_lines(
     tmp_path,
 ):
+    """Also, in the run of two processes: the rank whose data are slow is named."""
+    script = copy("amp_cifar", tmp_path / "slow.py", LITTLE_DATA, project=SLOW_DATA)
+    (tmp_path / "0").mkdir()
     flags = ["--max-steps", 4, "--log-every", 2, "--batch-size", 64]
     terminal = {"TERM": "xterm-256color", "COLUMNS": "80"}
     runs = [
-        (2, "amp_cifar", flags, {"terminal": True, "env": {**terminal, "NO_COLOR": ""}}),
+        (
+            2,
+            "amp_cifar",
+            [*flags, "--batch-size", 16, *SMALL, "--output-dir", "."],
+            {"terminal": True, "env": {**terminal, "NO_COLOR": ""}, "script": script},
+        ),
         (1, "ddp_cifar", flags, {"terminal": True, "env": {**terminal, "NO_COLOR": "1"}}),
         (1, "ddp_cifar", flags, {"terminal": True, "env": {"TERM": "dumb"}}),
     ]
@@ -200,6 +224,10 @@ def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_p
         assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4"]
     assert re.search(r"\x1b\[38;5;\d+m━", colours) and not re.search(r"\x1b\[[0-9;]*m", none)
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
+    for line in results[0].train:
+        assert line["slowest_data_rank"] == 1, line
+        assert line["slowest_data_wait"] > 0.5, line
+        assert line["data_wait"] == pytest.approx(line["slowest_data_wait"] / 2, abs=0.2), line
 
 
 @pytest.fixture(scope="module")
