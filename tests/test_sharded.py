@@ -20,19 +20,20 @@ from disturbed_training import build_model
 recipe = load("recipes/sharded_cifar.py")
 
 
-def run_all(directory, runs, plain=True):
-    """{name: what a run left behind}, of runs {name: (processes, recipe, flags)} that succeed."""
+def run_all(directory, runs, **common):
+    """{name: what a run left behind}, of runs {name: (processes, recipe, flags)} that succeed; the
+    rest is for programs/forked.py."""
     described = [
         {
             "processes": processes,
             "recipe": name,
             "flags": ["--log-every", 1, *flags],
             "directory": directory / case,
+            "plain": True,
+            **common,
         }
         for case, (processes, name, flags) in runs.items()
     ]
-    for one in described:
-        one["plain"] = plain
     for codes, output in forked(described, directory, together=2):
         assert set(codes) == {0}, output
     return {case: outputs(directory / case) for case in runs}
@@ -43,7 +44,6 @@ EQUAL = {  # processes, flags, and those of ddp_cifar.py on one process
     "2": (2, ["--batch-size", 16], []),
     "4": (4, ["--batch-size", 8], []),
     "8": (8, ["--batch-size", 4], []),
-    "2x2": (4, ["--batch-size", 8, "--replicas", 2], []),
     "accumulated": (2, ["--batch-size", 4, "--global-batch-size", 32], []),
     "accumulated in shards": (
         2,
@@ -51,7 +51,6 @@ EQUAL = {  # processes, flags, and those of ddp_cifar.py on one process
         [],
     ),
     "accumulated 2x2": (4, ["--batch-size", 4, "--global-batch-size", 32, "--replicas", 2], []),
-    "clipped": (4, ["--batch-size", 8, "--clip-norm", 0.05], ["--clip-norm", 0.05]),
     "clipped 2x2": (
         4,
         ["--batch-size", 8, "--replicas", 2, "--clip-norm", 0.05],
@@ -62,14 +61,14 @@ EQUAL = {  # processes, flags, and those of ddp_cifar.py on one process
 
 @pytest.fixture(scope="module")
 def equal_runs(tmp_path_factory):
-    flags = ["--max-steps", 8, "--lr", 0.2]
+    flags = ["--max-steps", 5, "--lr", 0.2]
     runs = {
         case: (processes, "sharded_cifar", [*flags, *own])
         for case, (processes, own, _) in EQUAL.items()
     }
     for _, _, theirs in EQUAL.values():
         runs[f"ddp {theirs}"] = 1, "ddp_cifar", [*flags, "--batch-size", 32, *theirs]
-    return run_all(tmp_path_factory.mktemp("equal"), runs)
+    return run_all(tmp_path_factory.mktemp("equal"), runs, fewer=16)
 
 
 @pytest.mark.slow
@@ -79,7 +78,7 @@ def test_losses_and_weights_are_those_of_ddp(equal_runs, case):
     assert sharded["summary"]["global_batch_size"] == 32
     for key in ("loss", "accuracy", "learning_rate"):
         values, expected = ([line[key] for line in run["train"]] for run in (sharded, whole))
-        assert len(values) == 8
+        assert len(values) == 5
         assert values == pytest.approx(expected, abs=1e-5, rel=0)
     assert sharded["summary"]["test_loss"] == pytest.approx(whole["summary"]["test_loss"], abs=1e-5)
     weights, expected = load_file(sharded["weights"]), load_file(whole["weights"])
@@ -90,16 +89,24 @@ def test_losses_and_weights_are_those_of_ddp(equal_runs, case):
     assert moved > 1e-3, "weights that have not moved prove nothing"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["1", "2", "4", "8", "clipped 2x2"])
+def test_a_process_of_a_training_holds_its_share(equal_runs, case):
+    """Of parameters, gradients and momentum, in fp32; with some padding of small tensors."""
+    summary, processes = equal_runs[case]["summary"], EQUAL[case][0]
+    whole = 4 * sum(value.numel() for value in load_file(equal_runs[case]["weights"]).values())
+    share = whole / (2 if case == "clipped 2x2" else processes)
+    for kind in ("parameter", "gradient", "optimizer"):
+        held = summary[f"rank_{kind}_bytes"]
+        assert len(held) == processes and share <= max(held) < 1.1 * share
+
+
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     """{case: answer of programs/sharded_gradient.py}"""
     directory, runs = tmp_path_factory.mktemp("gradients"), []
-    cases = {
-        "2x2": (4, 2, False, True),
-        "8": (8, 1, False, False),
-        "4": (4, 1, False, True),
-        "2": (2, 1, True, True),
-    }
+    # Processes, replicas, whether activations are checkpointed.
+    cases = {"2x2": (4, 2, False), "4": (4, 1, False), "2": (2, 1, True)}
     for case, (processes, *flags) in cases.items():
         script = ROOT / "tests/programs/sharded_gradient.py"
         flags = [str(flag) for flag in (directory / case, *flags)]
@@ -121,18 +128,16 @@ def test_gradients_of_resnet50_are_those_of_the_whole_model(gradients, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_process_holds_its_share_and_at_most_one_block_more(gradients, processes):
     held, whole, unit = (gradients[str(processes)][key] for key in ("held", "whole", "unit"))
-    assert (
-        len(held) == processes
-        and sum(held) >= whole == 3 * (4 if processes == 8 else 8) * 23_528_522
-    )
+    assert len(held) == processes
+    assert sum(held) >= whole == 3 * 8 * 1_492_874  # parameters, gradients, momentum in float64
     assert max(held) <= whole / processes + unit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["2", "4", "8", "2x2"])
+@pytest.mark.parametrize("case", ["2", "4", "2x2"])
 def test_one_unit_is_whole_at_a_time_in_the_forward_and_the_backward_pass(gradients, case):
     """Beside the one that is prefetched, and the parameters that are in no unit."""
     unit, root, gathered = (gradients[case][key] for key in ("unit", "root", "gathered"))
@@ -283,11 +288,11 @@ def test_the_weights_load_in_a_plain_torchvision_model_and_the_summary_says_what
     tmp_path,
 ):
     flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 8, "--max-steps", 1]
-    result = run_all(tmp_path, {"run": (2, "sharded_cifar", flags)})["run"]
+    result = run_all(tmp_path, {"run": (2, "sharded_cifar", flags)}, fewer=64)["run"]
     model = torchvision.models.resnet50(num_classes=10)
     model.load_state_dict(load_file(result["weights"]), strict=True)
-    images = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu"))
-    images, labels = images.__getitems__(list(range(128)))
+    images = recipe.ImageTensors(*recipe.synthetic_images(16, seed=2), torch.device("cpu"))
+    images, labels = images.__getitems__(list(range(16)))
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model.eval()(images), labels).item()
     summary = result["summary"]
@@ -344,7 +349,7 @@ def checkpoint(folder):
     return {**rest, "checksums": {name: load_file(folder / name) for name in rest["checksums"]}}
 
 
-RESUMED = {"1": (1, []), "2": (2, []), "2x2": (4, ["--replicas", 2])}
+RESUMED = {"1": (1, []), "2x2": (4, ["--replicas", 2])}  # on two: the run that is killed, below
 
 
 @pytest.fixture(scope="module")
@@ -420,13 +425,14 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
         )
     results = run_all(
         tmp_path,
-        {name: (n, recipe, ["--max-steps", 10, *own]) for name, (n, recipe, own) in runs.items()},
+        {name: (n, recipe, ["--max-steps", 9, *own]) for name, (n, recipe, own) in runs.items()},
+        fewer=16,
     )
     for change, (before, *_) in CHANGES.items():
         assert results[change]["summary"]["resumed_from"] == 6
         for event in ("train", "evaluations"):
             lines, expected = results[change][event], results[f"from {before}"][event]
-            assert len(lines) == len(expected) == (10 if event == "train" else 1)
+            assert len(lines) == len(expected) == (9 if event == "train" else 1)
             for key in lines[0].keys() - {*MEASURED, "event"}:
                 values = [line[key] for line in expected]
                 assert [line[key] for line in lines] == pytest.approx(values, abs=1e-5, rel=0)
@@ -436,10 +442,23 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(tmp_path):
         )
 
 
-# A save has some 45 moments in the main process: shards until 35, run.pt until 41, the rename at
-# 42, then the next.
-MOMENTS = (0, 2, 5, 20, 34, 36, 37, 38, 40, 41, 42, 43, 45, 60, 86, 88, 90, 131, 133)
-KILLS = [*((0, moment) for moment in MOMENTS), (1, 1), (1, 3), (1, 9)]
+KILLS = [  # rank, what it is about to do, how often it has come there then
+    (0, "os.mkdir checkpoint.tmp", 1),
+    (0, "fsync .*00001-of-00008.safetensors", 1),
+    (0, "os.rmdir checkpoint.tmp", 1),  # the remains of the one before
+    (0, "open .*00005-of-00008.safetensors", 1),
+    (0, "open run.pt", 1),
+    (0, "fsync run.pt", 1),
+    (0, "fsync checkpoint.tmp", 1),
+    (0, "os.rename checkpoint.tmp", 1),
+    (1, "os.mkdir checkpoint.tmp", 1),
+    (1, "fsynced .*00003-of-00008.safetensors", 1),
+    (0, "fsync checkpoint.tmp", 2),  # it has its name
+    (0, "os.mkdir checkpoint.tmp", 2),
+    (0, "os.rename step-.*", 1),  # to what is deleted
+    (0, "os.rmdir deleted.tmp", 1),
+    (0, "os.rmdir deleted.tmp", 1),  # the remains of the one before
+]
 
 
 @pytest.mark.slow
@@ -447,15 +466,12 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path
     """One run, killed over and over while it saves and continued each time; and an undisturbed
     one."""
     common = {"recipe": "sharded_cifar", "processes": 2}
-    flags = ["--batch-size", 32, "--checkpoint-every", 1, "--keep", 2]
+    flags = ["--batch-size", 32, "--checkpoint-every", 1, "--keep", 2, "--max-steps", 10]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     resumed = {**common, "directory": str(killed), "flags": flags}
-    program, runs = str(ROOT / "tests/programs/sharded_killed.py"), []
-    for kill in KILLS:
-        flagged = [json.dumps({**resumed, "kill": kill})]
-        runs.append(
-            {"script": program, "processes": 2, "directory": str(tmp_path), "flags": flagged}
-        )
+    program = ROOT / "tests/programs/sharded_killed.py"
+    run = {"script": program, "processes": 2, "directory": tmp_path, "grace": 1}
+    runs = [{**run, "flags": [json.dumps({**resumed, "kill": kill})]} for kill in KILLS]
     outcomes = forked(
         [{**common, "directory": whole, "flags": flags}, *runs, resumed], tmp_path, **PROGRAMS
     )
@@ -466,8 +482,8 @@ def test_killed_at_any_moment_of_a_save_the_run_goes_on_to_the_same_end(tmp_path
         assert "saved over" not in output, output
         begins.append(int(output.partition("resumed_from: ")[2].split()[0]))
     assert begins == sorted(begins), "a checkpoint was lost"
-    assert 3 < begins[-1] < 20, "the kills came too early or too late to prove anything"
-    for step in (19, 20):
+    assert 3 < begins[-1] < 10, "the kills came too early or too late to prove anything"
+    for step in (9, 10):
         assert_identical(
             *(checkpoint(directory / f"step-{step:08}") for directory in (whole, killed))
         )
@@ -530,7 +546,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_hostile_one_runs_no_code(tmp_path
         spoil(tmp_path / name / "step-00000004")
     runs = [{**common, "directory": tmp_path / name, "flags": flags} for name in cases]
     for (name, (_, words)), (codes, output) in zip(
-        cases.items(), forked(runs, tmp_path), strict=True
+        cases.items(), forked(runs, tmp_path, together=2), strict=True
     ):
         assert words in output, output
         assert not executed.exists(), name

@@ -1,10 +1,14 @@
 """Run by test_sharded.py, as processes of forked.py: sharded_killed.py RUN.json, as in
-disturbed_training.py, with `"kill": [RANK, MOMENT]`: what this process does to checkpoints on the
-disk for the MOMENT-th time is its last. It also says when another process begins to save before the
-main process has removed what an earlier save left."""
+disturbed_training.py, with `"kill": [RANK, MOMENT, N]`: the N-th time that this process is about to
+do to checkpoints on the disk what MOMENT, a regular expression, says, is its last. It also says
+when another process begins to save before the main process has removed what an earlier save left.
+
+A moment is "EVENT FILE", by Python's audit events; "fsync FILE" and "fsynced FILE" are before and
+after that, of what was opened or renamed last."""
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,29 +17,31 @@ from pathlib import Path
 import disturbed_training
 
 run = json.loads(sys.argv[1])
-rank, moment = run["kill"]
-moments = 0
-EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+rank, wanted, times = run["kill"]
+latest = None
+EVENTS = {"open", "os.mkdir", "os.rename", "os.rmdir"}
 
 
-def count():
-    global moments
-    if moments == moment:
+def pass_moment(event):
+    global times
+    times -= bool(re.fullmatch(wanted, f"{event} {latest}"))
+    if times == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    moments += 1
 
 
 def audit(event, arguments):
+    global latest
     if event in EVENTS and any(
         part in str(arguments[0]) for part in ("checkpoint.tmp", "deleted.tmp", "step-")
     ):
-        count()
+        latest = Path(os.fspath(arguments[0])).name
+        pass_moment(event)
 
 
 def counted_fsync(descriptor, fsync=os.fsync):
-    count()
+    pass_moment("fsync")
     fsync(descriptor)
-    count()
+    pass_moment("fsynced")
 
 
 def watch_order(event, arguments):
