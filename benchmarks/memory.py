@@ -431,7 +431,6 @@ class Training:
         inputs, targets = (torch.tensor_split(part, count) for part in batch)
         shape, dtype = boundary
         held = {}
-        outputs = []
         losses = []  # kept, with what their graphs refer to, until the end
         metrics = []  # of each microbatch
         sent = []
@@ -443,7 +442,6 @@ class Training:
             output = model(received)
             held[index] = received, output
             if last:
-                outputs.append(output)
                 loss = self.recipe.part_of_loss(output, targets[index], (count, 1), metrics)
                 losses.append(loss)
 
