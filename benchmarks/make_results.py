@@ -73,8 +73,8 @@ def accuracy_table(directory):
         values = [f"{100 * summary['test_accuracy']:.1f}%" for summary in summaries]
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
         lines.append(f"| {', '.join(values)} | {seeds} | `{command}` |")
-    (with_,) = {when_and_with(summary) for summaries in runs.values() for summary in summaries}
-    return "\n".join(lines) + f"\n\n- {with_}.\n"
+    with_ = {when_and_with(summary) for summaries in runs.values() for summary in summaries}
+    return "\n".join(lines) + f"\n\n- {'; '.join(sorted(with_))}.\n"
 
 
 def curve(summary, metrics):
