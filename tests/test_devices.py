@@ -91,14 +91,15 @@ def test_evaluations_stay_on_the_gpu(on_gpu, monkeypatch):
     # Both stages in this process.
     first, last = both_stages(recipe, model, args, nullcontext)
 
-    def both(inputs=None, target=None):
-        images = torch.zeros(len(target), 3, 32, 32, device=GPU) if inputs is None else inputs
-        return last(first(images))
+    def both(target, return_outputs):
+        images = torch.zeros(len(target), 3, 32, 32, device=GPU)
+        recipe.part_of_loss(last(first(images)), target, (1, 1), last.metrics)
 
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 1)
     replicas = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     last.schedule = SimpleNamespace(eval=both)
-    for name, value in {"group": group, "replicas": replicas, "batch_shapes": None}.items():
+    parts = {"group": group, "replicas": replicas, "batch_shapes": None, "microbatches": 1}
+    for name, value in {**parts, "metrics": []}.items():
         setattr(last, name, value)
     monkeypatch.setattr(recipe, "send_buffers", lambda model, buffers: list(map(same, buffers)))
     assert recipe.evaluate(accelerator, last, loader, hang) == ["loss", "accuracy"]
