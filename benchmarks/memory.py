@@ -425,7 +425,6 @@ class Training:
         inputs, targets = (torch.tensor_split(part, count) for part in batch)
         shape, dtype = boundary
         held = {}
-        outputs = []
         losses = []  # kept, with what their graphs refer to, until the end
         sent = []
 
@@ -436,8 +435,7 @@ class Training:
             output = model(received)
             held[index] = received, output
             if last:
-                outputs.append(output)
-                losses.append(self.recipe.part_of_loss(output, targets[index], (count, 1)))
+                losses.append(self.recipe.part_of_loss(output, targets[index], (count, 1), []))
 
         def backward(index):
             if gpipe and not last:  # what was sent is freed, except for its place in the graph
@@ -463,8 +461,6 @@ class Training:
             backward(index)
             if index + in_flight < count:
                 forward(index + in_flight)
-        if last:
-            torch.cat(outputs)
 
 
 # -------------------------------------------------------------------------------------- the table
