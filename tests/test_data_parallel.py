@@ -40,4 +40,4 @@ def test_several_processes_are_an_error(tmp_path):
     ((codes, said),) = forked([run], tmp_path)
     assert codes == [2]
     assert said.startswith("data_parallel_cifar: error: ") and said.count("\n") == 1
-    assert "1gpu.yaml" in said and "ddp_cifar.py" in said
+    assert "--num_processes 1" in said and "DDP" in said
