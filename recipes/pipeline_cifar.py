@@ -355,10 +355,7 @@ class Metrics:
         self.measured_seconds = 0.0
         self.started = time.time()
         self.text = checkpoint["metrics"] if checkpoint else ""  # what is in metrics.jsonl
-        self.run_id = os.urandom(16).hex()
-        own = Path(config["output_dir"]).absolute()
-        if checkpoint and Path(checkpoint["path"]).absolute().parent == own:
-            self.run_id = checkpoint["run_id"]  # for a tracker a resumed run is the same run
+        self.run_id = checkpoint["run_id"] if checkpoint else os.urandom(16).hex()
         self.open_outputs()
 
     def open_outputs(self):
@@ -369,7 +366,7 @@ class Metrics:
             survive_errors(stream)
         self.file.write(self.text)
         scalars = {k: v for k, v in self.config.items() if isinstance(v, int | float | str)}
-        one_run = {
+        one_run = {  # a resumed run is the same run for a tracker
             "wandb": {"id": self.run_id, "resume": "allow"},
             "tensorboard": {"purge_step": self.step + 1},
         }
@@ -824,7 +821,7 @@ class Checkpoints:
         paths = own
         if resume != "auto":
             path = Path(resume)
-            inside = path.absolute().parent == self.directory.absolute()
+            inside = self.contains(path)
             if inside and own and path.exists() and path.name < own[0].name:
                 remedy = "choose another --output-dir to begin there, or leave --resume out"
                 raise CheckpointError(f"{own[0]} is later than {path}: {remedy}")
@@ -836,7 +833,12 @@ class Checkpoints:
         checkpoint = self.first_intact(paths)
         if checkpoint:
             self.check_same_run(checkpoint)
+            if not self.contains(Path(checkpoint["path"])):
+                checkpoint["run_id"] = os.urandom(16).hex()  # trackers: two runs, which begin alike
         return checkpoint
+
+    def contains(self, path):
+        return path.absolute().parent == self.directory.absolute()
 
     def first_intact(self, paths):
         problems = []
@@ -1228,8 +1230,8 @@ def first_problem(accelerator, problem):
 
 def exit_with_error(message):
     """Print an error in one line and exit with status 2. Any process may come here. The first one
-    of each machine prints at once. Another one prints some seconds later, unless its launcher ends
-    it before: then that one has printed the same error."""
+    of each machine prints at once; another one 4 s + its local rank later, unless its launcher ends
+    it before that: then the first one has printed the same error."""
     rank = os.environ.get("RANK", "0")
     let_first_rank_exit()
     if rank != "0":
@@ -1241,6 +1243,7 @@ def exit_with_error(message):
 
 
 def let_first_rank_exit():
+    """Give the first process of the machine time to print the same error, and so end this one."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank != 0:
         wait_for_launcher(4 + local_rank)
