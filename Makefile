@@ -38,10 +38,8 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" passes flags on
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-gpu-report: $(READY)  ## tests and measurements on this machine's GPU in nine minutes; ARGS="--minutes 20" passes flags on
-	$(BIN)/python benchmarks/gpu_report.py $(ARGS)
-
 results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
+	$(BIN)/python -c "import matplotlib" || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
@@ -67,4 +65,4 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench gpu-report results test quick sync lint clean
+.PHONY: help demo train bench results test quick sync lint clean
