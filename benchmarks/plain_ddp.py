@@ -118,7 +118,8 @@ def train(rank, args, port):
             step += 1
             if rank == 0 and step % args.log_every == 0:
                 means = f"loss {running_loss / total:.3f} accuracy {correct / total:.1%}"
-                print(f"step {step} epoch {epoch + 1} {means}", flush=True)
+                seen = step * args.batch_size * args.processes
+                print(f"step {step} samples {seen} {means}", flush=True)
             if step == args.max_steps:
                 break
         if step == args.max_steps:
