@@ -43,11 +43,23 @@ needs_real_data = pytest.mark.skipif(
 SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
 
 
-def load(path):
+class Exit(Exception):
+    """The error line of a recipe that was loaded with `exits=True`."""
+
+
+def load(path, exits=False):
+    """Return a recipe as a module. With `exits` its `exit_with_error` raises `Exit`, so that a test
+    can call in its own process whatever exits with an error."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if exits:
+        module.exit_with_error = exit_by_exception
     return module
+
+
+def exit_by_exception(message):
+    raise Exit(message)
 
 
 def run(command, cwd=ROOT, check=True, timeout=600, **env):
