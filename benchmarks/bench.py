@@ -281,7 +281,6 @@ def load_endless_data(load_data, args, accelerator):
 
 
 # -------------------------------------------------------------------------------------- the results
-@functools.cache
 def hardware():
     """Describe this machine. Exit if its GPUs cannot be used; that is tried in another process, so
     that this one takes no GPU memory from the runs."""
@@ -338,7 +337,7 @@ def notes(args, configurations):
     stem = {"imagenet": "ImageNet", "cifar": "CIFAR"}[args.stem]
     model = args.model if args.model != "resnet50" else f"ResNet-50 with the {stem} stem"
     lines = [
-        f"{hardware()}; {versions}; Python {platform.python_version()}; {date.today()}; "
+        f"{args.hardware}; {versions}; Python {platform.python_version()}; {date.today()}; "
         f"commit {args.commit}.",
         f"{model}, batch {args.batch_size} per process, data {args.data}. {args.measured}, "
         f"configurations in turn; runs of {args.steps} steps without the first "
@@ -363,12 +362,14 @@ def commit():
 def write(configurations, args):
     """Write all samples, and the table with its command and notes. Return the path of the former,
     named after the hardware."""
-    name = f"{hardware().split(' (')[0].partition(' x ')[2]}-x{GPUS}" if GPUS else f"cpu-x{CORES}"
+    name = f"cpu-x{CORES}"
+    if GPUS:
+        name = f"{args.hardware.partition(' x ')[2].partition(' (')[0]}-x{GPUS}"
     path = Path(args.output_dir, re.sub(r"[^a-z0-9]+", "-", name.lower()) + ".json")
     names = "recipe", "processes", "failure", "unavailable", "samples"
     content = {
         "date": str(date.today()),
-        "hardware": hardware(),
+        "hardware": args.hardware,
         "python": platform.python_version(),
         "versions": VERSIONS,
         "settings": vars(args),
@@ -461,6 +462,7 @@ def main():
         import memory
 
         return memory.main(args.memory)
+    args.hardware = hardware()
     args.commit = commit()  # before the measurement, during which somebody may go on working
     args.measured = "No whole round"
     os.makedirs(args.output_dir, exist_ok=True)
