@@ -32,7 +32,6 @@ import traceback
 import zipfile
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import count, islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
@@ -98,9 +97,9 @@ def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
     Call `model` itself, not its methods: its forward pass prepares the all-reduce. The mean of
-    "loss" is minimised, and the means of all metrics are reported. For samples that count unequally
-    add "weight": (B,), which weights all means over the whole global batch: for a sequence, "loss"
-    is the mean over its tokens and "weight" their number. For class weights multiply the loss.
+    "loss" is minimised. For samples that count unequally add "weight": (B,), which weights all
+    means over the whole global batch: for a sequence, "loss" is the mean over its tokens and
+    "weight" their number. For class weights multiply the loss.
     """
     images, labels = batch
     logits = model(images)
@@ -113,22 +112,20 @@ def make_optimizer(model, args, total_steps):
     peak = args.lr * args.global_batch_size / 128
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
-    factor = partial(lr_lambda, total_steps=max(1, total_steps))
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    return optimizer, schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
 
 
 def lr_lambda(step, total_steps):
-    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up
-    over the first fifth of the run, then linear decay to zero. The peak scales linearly with the
-    global batch, which needs the warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
+    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up,
+    for large global batches (Goyal et al. 2017, arXiv:1706.02677), then linear decay to zero."""
     warmup = max(1, total_steps // 5)
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key, clip_norm):
     """Take one optimizer step over a list of batches. Return their metrics, and the gradient's norm
-    before clipping to `clip_norm` (inf: only measured; None: neither). All stay on the device:
-    reading them here would make the host wait for it in every step."""
+    before clipping to `clip_norm` (inf: only measured; None: neither), all still on the device."""
     metrics = []
     for index, batch in enumerate(microbatches):
         seed_rng(*step_key, index, accelerator.process_index)  # a resumed run repeats dropout
@@ -164,8 +161,7 @@ def evaluate(accelerator, model, loader, hang, stop):
             return {}
     for module, mode in modes.items():
         module.training = mode
-    values = means(metrics, sums, len(loader.dataset))
-    return {f"test_{name}": value for name, value in values.items()}
+    return {f"test_{k}": mean for k, mean in means(metrics, sums, len(loader.dataset)).items()}
 
 
 @record  # the launcher shows the traceback of the rank that failed first
@@ -181,21 +177,22 @@ def main():
     steps = Steps(train_loader, accumulation, args)
 
     model = load_weights(build_model(args), args.weights)
-    if args.compile:  # in place: keeps the state dict's names
-        # No CUDA graphs with accumulation: each replay would overwrite the earlier gradients.
+    if args.compile:  # in place: keeps names. A CUDA graph's replay overwrites earlier gradients
         model.compile(mode="reduce-overhead" if accumulation == 1 else "default")
     optimizer, scheduler = make_optimizer(model, args, steps.total)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
     skip_batchnorm_broadcasts(model)
 
-    plain_model = accelerator.unwrap_model(model)
-    states = {"model": plain_model, "optimizer": optimizer, "scheduler": scheduler}
+    plain = accelerator.unwrap_model(model)
+    states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     config = describe(args, accelerator, steps, optimizer, precision="fp32")
     checkpoints = Checkpoints(accelerator, config, states)
     checkpoint = checkpoints.find()
     if checkpoint:
-        rebuild_ddp_buckets(accelerator, model, train_loader)
+        # DDP changes the order of its sums after a first backward pass: round as the first run did.
+        accelerator.backward(compute_loss(model, next(iter(train_loader)))["loss"].mean())
+        model.zero_grad()
         checkpoints.load_states(checkpoint["states"])
         steps.done = checkpoint["step"]
     metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
@@ -222,11 +219,9 @@ def main():
             if save_due or stop_signal:
                 checkpoints.save(step, metrics.text)
                 metrics.start_clock()
-            if stop_signal:
-                exit_after_signal(accelerator, stop_signal, step)
+            exit_if_stopped(accelerator, stop, step)
         test = evaluate(accelerator, model, test_loader, hang, stop)
-        if stop.agreed:
-            exit_after_signal(accelerator, stop.agreed, metrics.step)
+        exit_if_stopped(accelerator, stop, metrics.step)
         metrics.write("evaluation", test)
 
     hang.closed.set()
@@ -257,8 +252,7 @@ def checked(metrics):
 
 
 def divide_by_mean_weight(accelerator, model, metrics):
-    """Divide the gradients by the mean weight of the global batch, if there are weights: over all
-    microbatches of all processes, so that it does not matter how samples are spread over them."""
+    """Divide the gradients by the mean weight of the global batch, if there are weights."""
     if "weight" not in metrics[0]:
         return
     weights = torch.cat([values["weight"].detach().float() for values in metrics])
@@ -282,13 +276,12 @@ def means(names, sums, samples):
     if counted != samples:
         exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
     names = [name for name in names if name != "weight"]
-    return {name: total / (weight or math.nan) for name, total in zip(names, totals, strict=True)}
+    return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
 
 
 class Metrics:
     """The metrics of a training: summed up on the device, then averaged over all processes and
-    written to the screen, metrics.jsonl, summary.json and a tracker by the main process. Throughput
-    is over all processes, without evaluations and checkpoints. The first line includes warm-up."""
+    written to the screen, metrics.jsonl, summary.json and a tracker by the main process."""
 
     def __init__(self, accelerator, config, steps, text):
         self.accelerator = accelerator
@@ -305,18 +298,16 @@ class Metrics:
         path = Path(config["output_dir"], "metrics.jsonl") if is_main else os.devnull
         self.file = open(path, "w", buffering=1)
         self.file.write(text)
-        scalars = {k: x for k, x in config.items() if isinstance(x, int | float | str)}
-        accelerator.init_trackers(RECIPE, scalars)
+        accelerator.init_trackers(RECIPE, {name: str(x) for name, x in config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
-        options = {"console": self.console, "redirect_stderr": os.isatty(2)}
-        on_terminal = is_main and self.console.is_interactive  # elsewhere plain lines
-        self.progress = Progress(disable=not on_terminal, **options)
+        plain = not (is_main and self.console.is_interactive)
+        self.progress = Progress(console=self.console, disable=plain, redirect_stderr=os.isatty(2))
         self.bar = self.progress.add_task("steps", total=steps.total, completed=steps.done)
         self.console.print_json(data={**config, "resumed_from": steps.done}, highlight=False)
         self.progress.start()
 
     def start_clock(self):
-        """Begin to measure throughput, where training continues after something else."""
+        """Measure throughput from here on: evaluations and checkpoints do not count."""
         self.clock = time.perf_counter()
         self.steps.waited = 0.0
 
@@ -368,7 +359,7 @@ class Metrics:
         self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
         shown = " ".join(f"{name} {x:,.4g}" for name, x in values.items())
         shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
-        with suppress(OSError):  # Ctrl-C also ends the `tee` that reads a pipe
+        with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
             self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
 
     def finish(self):
@@ -384,14 +375,12 @@ class Metrics:
 
 # -------------------------------------------------------------------------------- reproducible data
 def divide_global_batch(args, accelerator, replicas, multiple=1):
-    """Divide the global batch among `replicas` of the model, and each share into the smallest
-    number of equal microbatches of at most `args.batch_size` samples, a multiple of `multiple`.
-    Return their number per step; `args.batch_size` becomes their size."""
+    """Divide the global batch among `replicas` of the model, and each share into the fewest equal
+    microbatches of at most `args.batch_size` samples, a multiple of `multiple`. Return how many."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
     if rest:
-        remedy = f"choose a multiple of {replicas * multiple}"
-        exit_with_error(f"argument --global-batch-size: {args.global_batch_size}, {remedy}")
+        exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
     largest = args.batch_size // multiple
     accumulation = next(n for n in count(1) if share % n == 0 and share // n <= largest)
     accelerator.gradient_accumulation_steps = accumulation
@@ -408,8 +397,7 @@ class Steps:
         self.accumulation = accumulation  # microbatches per step
         self.per_epoch = len(loader) // accumulation
         if self.per_epoch == 0:
-            samples = f"{len(loader.dataset)} training samples"
-            exit_with_error(f"{samples} do not fill a global batch of {args.global_batch_size}")
+            exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
         self.total = min(args.epochs * self.per_epoch, args.max_steps or math.inf)
         self.done = 0  # before this run, which resumes from there
         self.waited = 0.0  # seconds that this process waited for data
@@ -512,6 +500,8 @@ class Checkpoints:
         self.config = config
         self.states = states
         self.directory = Path(config["output_dir"])
+        self.temporary = self.directory / "checkpoint.tmp"
+        self.names = os.open(self.directory, os.O_RDONLY)  # to sync a rename to the disk
 
     def collect_states(self):
         """Return the states that the main process writes."""
@@ -522,24 +512,22 @@ class Checkpoints:
             thing.load_state_dict(saved[name])
 
     def read(self, path):
-        """Return the content of a checkpoint on the CPU, mapped, not copied. Raise an error of any
-        type if it is damaged. This runs no code from the file."""
+        """Return a checkpoint, mapped on the CPU. Raise an error of any type if it is damaged."""
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
 
     def write(self, content, path):
         """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
         if self.accelerator.is_main_process:
-            temporary = self.directory / "checkpoint.tmp"
-            try:
-                with open(temporary, "wb") as file:
-                    torch.save(content, file)
-                sync(temporary)
-                self.read(temporary)  # or no run could resume from it
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with open(self.temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            torch.load(
+                self.temporary, "cpu", weights_only=True, mmap=True
+            )  # or no run could resume
+            os.replace(self.temporary, path)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
@@ -548,7 +536,7 @@ class Checkpoints:
         """Return the newest intact checkpoint of this run, or None if there is none at all. Exit
         with an error if none is intact, or if it is of a run with other flags."""
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        if len(set(utils.gather_object([str(paths)]))) > 1:
+        if len(set(utils.gather_object([str([path.name for path in paths])]))) > 1:
             exit_with_error(f"machines have different files: all have to share {self.directory}")
         for path in paths:
             try:
@@ -565,7 +553,7 @@ class Checkpoints:
         wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
         if wrong:
             exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
-        self.accelerator.print(f"{RECIPE}: resuming from {path}")
+        self.accelerator.print(f"{RECIPE}: resuming from {path}, of {ours['steps']} steps")
         return checkpoint
 
     def due(self, step):
@@ -585,18 +573,12 @@ class Checkpoints:
                 saved = [x for x in self.directory.glob(self.pattern) if x <= path]
                 for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
-                sync(self.directory)
+                os.fsync(self.names)
         except Exception as error:
+            self.temporary.unlink(missing_ok=True)
             error = error.__context__ or error
             problem = f"cannot write {path}, earlier ones stay ({error!r:.200})"
         exit_if_any_failed(problem)
-
-
-def sync(path):
-    """Make a file, or the names in a directory, last through a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def load_weights(model, path):
@@ -615,8 +597,9 @@ def load_weights(model, path):
         except Exception as error:  # another kind of file makes the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.200})")
         model.load_state_dict(fitting, strict=False)
-        missing = ", ".join(own.keys() - fitting.keys()) or "none"
-        say(f"loaded {len(fitting)} of {len(own)} tensors from {path}, missing: {missing}")
+        missing = ", ".join(own.keys() - fitting.keys())
+        if os.environ.get("RANK", "0") == "0":
+            say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
     return model
 
 
@@ -664,8 +647,7 @@ class StopSignal(threading.Thread):
         if number in self.signals and not self.received:
             self.received = number
             self.time = time.monotonic()
-            name = signal.Signals(number).name
-            say(f"{name}: stopping after this step (Ctrl-C again: abort)")
+            say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-C again: abort)")
         elif number == signal.SIGINT and time.monotonic() - self.time > 1:  # the launcher's: before
             exit_now(128 + number)
 
@@ -686,9 +668,9 @@ class StopSignal(threading.Thread):
 class HangDetector(threading.Thread):
     """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
 
-    Then this thread of each rank reports, in the store of the process group, where the main thread
-    is. The rank that stalls is not where ranks wait for others, or it reports nothing: it was
-    stopped, or its machine is gone. Ticks are counted: a run suspended as a whole is no hang.
+    Then this thread reports in the process group's store where the main thread is. The rank that
+    stalls is not where ranks wait for others, or it reports nothing, since it was stopped or its
+    machine is gone. Ticks are counted: no rank stalls if all were stopped for a while.
     """
 
     # A rank waits, for others or for the device, if its innermost Python frame is in these files.
@@ -720,27 +702,21 @@ class HangDetector(threading.Thread):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
         before = 0
-        while idle < self.timeout or self.saves():
+        while idle < self.timeout:
             if self.closed.wait(tick):
                 return
-            idle = idle + tick if self.progress == before else 0.0
+            frame = sys._current_frames()[threading.main_thread().ident]
+            codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
+            saves = Checkpoints.save.__code__ in codes  # which may take longer
+            idle = idle + tick if self.progress == before and not saves else 0.0
             before = self.progress
-        try:
-            self.name_the_rank()
-            time.sleep(2 * tick)  # until all have printed: the launcher will end them
-        finally:  # the process that has the store may have ended
-            exit_now(1)
+        with suppress(RuntimeError):  # the process that has the store has ended
+            self.name_the_rank(traceback.extract_stack(frame))
+        time.sleep(2 * tick)  # until all have printed: the launcher will end them
+        exit_now(1)
 
-    def stack(self):
-        return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-
-    def saves(self):
-        """Return whether the main thread saves a checkpoint, which may take long."""
-        return any(frame.name == Checkpoints.save.__name__ for frame in self.stack())
-
-    def name_the_rank(self):
+    def name_the_rank(self, stack):
         """Print where this rank is and, on one rank, which ones stall."""
-        stack = self.stack()
         head = f"{RECIPE}: no step for {self.timeout:g} s, {self.name} is at\n"
         os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
         own = [frame for frame in stack if frame.filename == __file__][-1]
@@ -752,9 +728,9 @@ class HangDetector(threading.Thread):
         reports = {name: ["no report", False] for name in self.names}
         reports |= {name: json.loads(self.store.get(name)) for name in present}
         stalled = [name for name, (_, waits) in reports.items() if not waits]
-        stalled = stalled or self.names  # all wait: one left out a collective operation
         if self.name == present[0]:
-            where = ", ".join(f"{name} ({reports[name][0]})" for name in stalled)
+            # If all wait, one has left out a collective operation.
+            where = ", ".join(f"{name} ({reports[name][0]})" for name in stalled or reports)
             say(f"error: no step for {self.timeout:g} s because of {where}")
 
 
@@ -764,29 +740,29 @@ def say(message):
         print(f"{RECIPE}: {message}".replace("\n", " "), file=sys.stderr, flush=True)
 
 
-def exit_after_signal(accelerator, number, step):
-    """Exit after a checkpoint, all ranks at once: the launcher would kill slower ones."""
+def exit_if_stopped(accelerator, stop, step):
+    """Exit if all ranks have agreed to stop: together, or the launcher would kill slower ones."""
+    if not stop.agreed:
+        return
     if accelerator.is_main_process:
         say(f"stopped after step {step}, which is saved: the same command continues")
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.wait_for_everyone()
-    exit_now(128 + number)
+    exit_now(128 + stop.agreed)
 
 
 def exit_if_any_failed(problem):
     """Exit with an error if a rank has a problem, a str, and not None. All ranks call this."""
-    problems = list(filter(None, utils.gather_object([problem])))
-    if problems:
-        exit_with_error(problems[0])
+    for message in filter(None, utils.gather_object([problem])):
+        exit_with_error(message)
 
 
 def exit_with_error(message):
     """Print an error in one line and exit with status 2. Any rank may call this. The first one of
     each machine prints at once; the others seconds later, if the launcher has not ended them."""
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends it
         time.sleep(5)
         message = f"rank {os.environ['RANK']}: {message}"
     say(f"error: {message}")
@@ -805,11 +781,12 @@ def exit_now(status):
 # ------------------------------------------------------------------------- command line and launch
 ABOVE_0 = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
 ABOVE_0 += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
+LAUNCHER_FEATURES = ["USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG"]
+LAUNCHER_FEATURES += ["DYNAMO_BACKEND"]
 
 
 def parse_args(*declarations):
-    """Return the parsed flags: those that each of `declarations` adds, and those of all recipes.
-    Exit with an error, in one line, if one is wrong."""
+    """Return the parsed flags: those that each of `declarations` adds, and those of all recipes."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.error = exit_with_error
@@ -848,30 +825,37 @@ def lock_output_directory(directory):
         if os.environ.get("RANK", "0") == "0":
             lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
             os.lockf(lock, os.F_TLOCK, 0)
-    except BlockingIOError:
-        exit_with_error(f"{directory} is in use by another run: choose another --output-dir")
     except OSError as error:
-        exit_with_error(f"argument --output-dir: cannot write to {directory} ({error.strerror})")
+        exit_with_error(f"--output-dir {directory} is in use, or not writable ({error.strerror})")
 
 
 def make_accelerator(args, precision, *handlers):
-    """Return the Accelerator, on GPUs or, where there are none, on CPU, with `cpu_group`, a gloo
-    process group, or None for a single process. Exit with an error where that cannot work."""
+    """Return the Accelerator, on GPUs or, where there are none, on CPU. Its `cpu_group` is a gloo
+    process group, or None for a single process."""
     faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
     mixed_precision = "no" if precision == "fp32" else precision
-    check_launcher(mixed_precision)
+    done = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
+    for name in (*LAUNCHER_FEATURES, *done):
+        told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
+        if told not in ("no", "false", done.get(name)):  # it would be ignored
+            exit_with_error(f"the launcher's {name.lower()} is {told}: see this recipe's --help")
     gpus = choose_device(args)
     args.log_every = args.log_every or (50 if gpus else 10)
-    separate_restarts("nccl" if gpus else "gloo")
-    data_seed = random.Random(args.seed).getrandbits(31)  # far apart: Accelerate adds the epoch
+    restarts = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # In the launcher's store are the addresses of the processes that died: do not dial those.
+        store, rank, world_size = next(distributed.rendezvous("env://"))
+        store = distributed.PrefixStore(f"restart {restarts}", store)
+        backend = "nccl" if gpus else "gloo"
+        distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
+    loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
     accelerator = Accelerator(
         cpu=not gpus,  # or processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=True, data_seed=data_seed, non_blocking=True
-        ),
+        dataloader_config=loading,
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
@@ -882,46 +866,24 @@ def make_accelerator(args, precision, *handlers):
     return accelerator
 
 
-def check_launcher(mixed_precision):
-    """Exit with an error where the launcher was told something that this recipe does not do."""
-    names = ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
-    done = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
-    for name in (*names, *done, "DYNAMO_BACKEND"):
-        told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
-        if told not in ("no", "false", done.get(name)):
-            what = f"the launcher's {name.lower()} is {told}"
-            exit_with_error(f"{what}, which this recipe does not do: see its --help")
-
-
 def choose_device(args):
-    """Select this process's GPU and its number of CPU threads; return the number of GPUs. Exit with
-    an error where there are more processes than GPUs."""
+    """Select this process's GPU and its number of CPU threads; return the number of GPUs."""
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
     processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
-        remedy = f"launch with --num_processes {gpus}, or use --cpu"
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}")
+        exit_with_error(
+            f"{processes} processes, {gpus} GPU(s): use --num_processes {gpus}, or --cpu"
+        )
     if gpus:
         torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
-    told = utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
-    if told == 1 and LAUNCHED:  # the launcher's default, and not the user's choice
-        told = 0
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(args.threads or told or max(1, cores // processes))
+    threads = args.threads or utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
+    if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    torch.set_num_threads(threads)
     return gpus
-
-
-def separate_restarts(backend):
-    """After a restart by the launcher, keep what this process reads from the launcher's store apart
-    from the entries of the processes that died: it would dial their addresses."""
-    attempt = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
-    if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, world_size = next(distributed.rendezvous("env://"))
-        store = distributed.PrefixStore(f"attempt {attempt}", store)
-        distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
 
 
 def describe(args, accelerator, steps, optimizer, **more):
@@ -959,10 +921,9 @@ class ImageTensors(Dataset):
         self.seed = augmentation_seed
         self.height, self.width = images.shape[1:3]
         self.statistics = torch.tensor([self.mean, self.std], device=device)
-        self.padding = 0 if augmentation_seed is None else 4
-        pad = self.padding
+        self.padding = pad = 0 if augmentation_seed is None else 4
         padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
-        self.images = padded.contiguous().to(device)
+        self.images = padded.to(device)
         # Shared, for persistent workers: top, left and flip of each sample.
         self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
         self.augmentation.share_memory_()
@@ -996,14 +957,13 @@ class ImageTensors(Dataset):
 def cifar10(directory, accelerator):
     """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
     per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
-    problem = None  # told below: no process may exit while others wait for it
+    problem = None  # no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            missing = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error})"
-            problem = f"{missing}: to train without it, use --data synthetic"
+            problem = f"no CIFAR-10 in --data-dir {directory} ({error}): use --data synthetic"
     exit_if_any_failed(problem)
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
@@ -1034,13 +994,6 @@ def skip_batchnorm_broadcasts(model):
     batchnorm = nn.modules.batchnorm._BatchNorm
     others = [module for module in model.modules() if not isinstance(module, batchnorm)]
     model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in others)
-
-
-def rebuild_ddp_buckets(accelerator, model, loader):
-    """Run a backward pass without effect. After its first one DDP rebuilds its buckets, in which
-    it sums gradients: a run that resumes has to round as one that was not interrupted."""
-    accelerator.backward(compute_loss(model, next(iter(loader)))["loss"].mean())
-    model.zero_grad()
 
 
 if __name__ == "__main__":
