@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train ResNet-50 on CIFAR-10 cut in two: two processes are a pipeline, 4 or 8 are 2 or 4 of them.
+"""Train ResNet-50 on CIFAR-10 cut in two stages: each pair of processes is one pipeline.
 
     accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/pipeline_cifar.py
     torchrun --nproc_per_node 4 recipes/pipeline_cifar.py --data synthetic --schedule 1f1b
 
-For a model that does not fit on one GPU. A batch goes through the two stages in M microbatches, so
-that both have work; 1 / (M + 1) of the time is lost while the pipeline fills and drains, the
-bubble. Gradients are those of the whole model accumulated over the microbatches, over which
-BatchNorm normalises. The same command again continues a run that was interrupted.
+For a model that does not fit on one GPU: each process holds one stage. A batch (--batch-size is per
+pipeline) passes through the stages in M chunks, so that both have work. The pipeline fills and
+drains in 1 / (M + 1) of the time: the bubble. BatchNorm normalises each chunk, and the gradients
+are those of the whole model, accumulated over the chunks. The same command again continues a run.
 
 To make this file yours, replace `load_data`, `build_model`, `model_blocks`, `compute_loss` and
-`add_flags`, and change what you like above the line "machinery". A batch is a pair of tensors,
-always of one shape. What cuts the model and runs the stages stands at the end of the file.
+`add_flags`. A batch must be two tensors, of the same shapes in all batches. The end of the file
+cuts the model and runs the stages.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -29,13 +30,11 @@ import threading
 import time
 import traceback
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import count, islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
-from pickle import UnpicklingError
 
 import accelerate
 import numpy
@@ -43,19 +42,21 @@ import torch
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches, utils
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import Progress
 from torch import distributed, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 
-def add_flags(add):
-    """Declare the example's flags; a resumed run may change those that may_differ. Replace this."""
-    add("--data", "synthetic: no download", choices=("cifar10", "synthetic"), default="cifar10")
-    add("--data-dir", "where CIFAR-10 is, or is downloaded to", default="data", may_differ=True)
-    add("--model", "what to train", choices=("resnet50", "simple_cnn"), default="resnet50")
-    add("--stem", "3x3, or 7x7 and max-pooling", choices=("cifar", "imagenet"), default="cifar")
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat. Replace this."""
+    add = parser.add_argument
+    add("--data", choices=("cifar10", "synthetic"), default="cifar10", help="default: cifar10")
+    add("--data-dir", default="data", help="of CIFAR-10, downloaded if missing (default: data)")
+    add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="default: resnet50")
+    add("--stem", choices=("cifar", "imagenet"), default="cifar", help="cifar (default): 3x3")
 
 
 def load_data(args, accelerator):
@@ -90,7 +91,7 @@ def build_model(args):
             # 32 x 32 images are small already: do not shrink them fourfold before the first block.
             model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
             model.maxpool = nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # in which convolutions are fastest
+    return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
 
 
 def model_blocks(model):
@@ -102,10 +103,10 @@ def model_blocks(model):
 def compute_loss(model, batch):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
-    This runs on the last stage. `batch` is (None, labels): `model` returns outputs that are there.
-    The mean of "loss" is minimised, the means of all are reported. For samples that count unequally
-    add "weight": (B,), which weights all means, over the whole global batch: of a sequence "loss"
-    is the mean over its tokens, "weight" their number. For class weights multiply the loss instead.
+    The last stage calls this for each chunk: `batch` is (None, labels), and `model` a function that
+    returns the outputs. The mean of "loss" is minimised. For samples that count unequally add
+    "weight": (B,), which weights all means over the whole global batch: for a sequence, "loss" is
+    the mean over its tokens and "weight" their number. For class weights multiply the loss.
     """
     images, labels = batch
     logits = model(images)
@@ -118,26 +119,24 @@ def make_optimizer(model, args, total_steps):
     peak = args.lr * args.global_batch_size / 128
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
-    factor = partial(lr_lambda, total_steps=max(1, total_steps))
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    return optimizer, schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
 
 
 def lr_lambda(step, total_steps):
-    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up
-    over the first fifth of the run, then linear decay to zero. The peak scales linearly with the
-    global batch, which needs the warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
+    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up,
+    for large global batches (Goyal et al. 2017, arXiv:1706.02677), then linear decay to zero."""
     warmup = max(1, total_steps // 5)
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
-def train_step(accelerator, model, optimizer, scheduler, batches, step_key, clip_norm):
-    """Take one optimizer step over the batches `batches`. Return the metrics of each, and the
-    gradient's norm before clipping to `clip_norm` (inf: only measured; None: neither). All stay on
-    the device: reading them here would make the host wait for it in every step."""
+def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key, clip_norm):
+    """Take one optimizer step over a list of batches. Return their metrics, and the gradient's norm
+    before clipping to `clip_norm` (inf: only measured; None: neither), all still on the device."""
     metrics = []
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(microbatches):
         seed_rng(*step_key, index, accelerator.process_index)  # a resumed run repeats dropout
-        metrics.append(run_pipeline(model, batch))  # forward and backward, in microbatches
+        metrics.append(run_pipeline(model, batch))  # forward and backward, chunk by chunk
     divide_by_mean_weight(accelerator, model, metrics)
     grad_norm = None
     if clip_norm is not None:
@@ -149,89 +148,90 @@ def train_step(accelerator, model, optimizer, scheduler, batches, step_key, clip
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, hang):
-    """Return {"test_loss": mean, ..., "samples": n}, each sample of the test set counted once."""
+def evaluate(accelerator, model, loader, hang, stop):
+    """Return {"test_loss": mean, ...} over the test set, each sample counted once, or {} when a
+    signal stops the run."""
     set_epoch(loader, 0)  # the same random transforms in each evaluation
+    modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
+    model.eval()
+    send_buffers(model, model.buffers())  # all use the first pipeline's BatchNorm statistics
     sums = 0
-    with eval_mode(model):
-        send_buffers(model, model.buffers())  # all use the first pipeline's BatchNorm statistics
-        for index, batch in enumerate(loader):
-            seed_rng("evaluation", index, accelerator.process_index)
-            metrics = run_pipeline(model, filled_up(batch, loader))
-            rows = sample_rows(metrics)[: samples_in_batch(model, loader, index)]  # no padding
-            sums += rows.sum(0)
-            hang.made_progress()
-    sums = accelerator.reduce(sums)
-    return test_metrics(metrics, sums, len(loader.dataset))
+    for index, batch in enumerate(loader):
+        seed_rng("evaluation", index, accelerator.process_index)
+        rows = sample_rows(run_pipeline(model, batch))
+        sums += rows[: samples_left(model, loader, index)].sum(0)  # drops the padding
+        hang.made_progress()
+        if stop.requested():
+            return {}
+    for module, mode in modes.items():
+        module.training = mode
+    values = means(model.metric_names, accelerator.reduce(sums), len(loader.dataset))
+    return {f"test_{name}": value for name, value in values.items()}
 
 
+@record  # the launcher shows the traceback of the rank that failed first
 def main():
     args = parse_args(add_flags, add_technique_flags)
     lock_output_directory(args.output_dir)
     pipelines = count_pipelines(args)
     accelerator = make_accelerator(args, args.precision)
-    hang = HangDetector(accelerator, args.hang_timeout)
-    accumulation = divide_global_batch(args, accelerator, pipelines, args.microbatches)
-    utils.set_seed(args.seed)  # for the initial weights; each step calls `seed_rng`
+    check_bf16(args)
+    accumulation = divide_global_batch(args, accelerator, pipelines, args.chunks)
+    seed_rng(args.seed)  # for the initial weights
     loaders = reproducible(load_data(args, accelerator), args.seed)
     train_loader, test_loader = prepare_loaders(accelerator, loaders)
     steps = Steps(train_loader, accumulation, args)
 
-    model = load_weights(accelerator, build_model(args), args)
+    model = load_weights(build_model(args), args.weights)
     model = Pipeline(args, accelerator, model_blocks(model))
     optimizer, scheduler = make_optimizer(model, args, steps.total)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     optimizer = accelerator.prepare(optimizer)
-    warm_up(model, train_loader, test_loader)
 
-    plain_model = accelerator.unwrap_model(model.stage)
-    states = {"model": plain_model, "optimizer": optimizer, "scheduler": scheduler}
-    config = describe(args, accelerator, steps, optimizer, **describe_stages(args, plain_model))
+    plain = accelerator.unwrap_model(model.stage)
+    states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
+    config = describe(args, accelerator, steps, optimizer, **describe_stages(args, plain))
     checkpoints = PipelineCheckpoints(accelerator, config, states)
     checkpoint = checkpoints.find()
     if checkpoint:
-        steps.done = checkpoints.load(checkpoint)
-    metrics = Metrics(accelerator, config, steps, checkpoint)
-    del checkpoint  # on each process a copy of the whole state, in host memory
+        # DDP changes the order of its sums after a first backward pass: round as the first run did.
+        run_pipeline(model, next(iter(train_loader)))
+        model.zero_grad()
+        checkpoints.load_states(checkpoint["states"])
+        steps.done = checkpoint["step"]
+    metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
     stop = StopSignal(accelerator)
+    hang = HangDetector(accelerator, args.hang_timeout)
 
     for epoch in steps.epochs_left():
         metrics.start_clock()
-        for step, batches in steps.left_in(epoch):
+        for step, microbatches in steps.left_in(epoch):
             learning_rate = scheduler.get_last_lr()[0]
-            line_due = metrics.due(step)
+            save_due = checkpoints.due(step)
+            line_due = save_due or step % args.log_every == 0
             clip_norm = args.clip_norm or (math.inf if line_due else None)
             values, grad_norm = train_step(
-                accelerator, model, optimizer, scheduler, batches, (args.seed, step), clip_norm
+                accelerator, model, optimizer, scheduler, microbatches, (args.seed, step), clip_norm
             )
             metrics.add(step, values)
-            hang.made_progress(step)
+            hang.made_progress()
             stop_signal = stop.requested()  # the same on all ranks
             if line_due or stop_signal:
-                # Exits if loss or weights are not finite, so that they are not saved.
-                weight_norm = torch.nn.utils.get_total_norm(model.parameters())
+                # Exits if the loss or the weights are not finite, so that they are not saved.
+                weight_norm = nn.utils.get_total_norm(model.parameters())
                 metrics.log(weight_norm, learning_rate, grad_norm)
-            if stop_signal or checkpoints.due(step, steps):
-                with hang.paused():
-                    checkpoints.save(step, metrics)
+            if save_due or stop_signal:
+                checkpoints.save(step, metrics.text)
                 metrics.start_clock()
-            if stop_signal:
-                message = f"stopped after step {step}, which is saved: the same command continues"
-                exit_together(metrics, 128 + stop_signal, message)
-        test = evaluate(accelerator, model, test_loader, hang)
+            exit_if_stopped(accelerator, stop, step)
+        test = evaluate(accelerator, model, test_loader, hang, stop)
+        exit_if_stopped(accelerator, stop, metrics.step)
         metrics.write("evaluation", test)
 
-    if checkpoints.last_step != metrics.step:  # the loop was left early
-        with hang.paused():
-            checkpoints.save(metrics.step, metrics)
-    if metrics.evaluated_step != metrics.step:
-        test = evaluate(accelerator, model, test_loader, hang)
-        metrics.write("evaluation", test)
-    with hang.paused():
-        save_whole_model(accelerator, plain_model, args.output_dir)
-        metrics.finish(test)
-    hang.close()
-    # The model goes before the process group: at the interpreter's exit, gloo may abort.
+    hang.closed.set()
+    save_whole_model(accelerator, plain, args.output_dir)
+    metrics.finish()
+    # The model goes before the process groups that it uses: at exit, gloo may abort.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
@@ -239,393 +239,175 @@ def main():
 
 # ========================================= machinery: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
-LAUNCHER = os.getppid()  # asked early: once it has died, the parent is another
-TIMEOUT = timedelta(hours=2)  # of every process group: for downloading, and reading a checkpoint
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+LAUNCHER = os.getppid()  # read early: after its death the parent is another process
+TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a stall
 
 
 # ------------------------------------------------------------------------------------------ metrics
-ONE_PER_SAMPLE = (
-    'return {"loss": loss}, with one value per sample (reduction="none"), also in evaluations; '
-    'for tokens, each sequence\'s mean and their number as "weight"'
-)
-
-
 def checked(metrics):
     """Return what `compute_loss` returned; exit with an error unless it is {name: (B,) tensor}."""
-    if not isinstance(metrics, dict) or "loss" not in metrics:
-        found = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
-        exit_with_error(f"compute_loss returned {found}: {ONE_PER_SAMPLE}")
-    for name in ("loss", *metrics):
-        value = metrics[name]
-        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-        if len(shape) != 1 or shape != tuple(metrics["loss"].shape):
-            exit_with_error(f'compute_loss: "{name}" is {shape} and not (B,): {ONE_PER_SAMPLE}')
-    return metrics
-
-
-def mean_loss(metrics):
-    """Return the scalar to backpropagate: the mean of the loss, times the weights if there are any.
-    Then `divide_by_mean_weight` makes its gradient that of the weighted mean."""
-    if "weight" in metrics:
-        return (metrics["loss"] * metrics["weight"]).mean()
-    return metrics["loss"].mean()
+    if isinstance(metrics, dict) and torch.is_tensor(metrics.get("loss")):
+        shapes = {getattr(value, "shape", None) for value in metrics.values()}
+        if len(shapes) == 1 and metrics["loss"].dim() == 1:
+            return metrics
+    remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
+    exit_with_error(f'compute_loss: return {{"loss": tensor, ...}} with {remedy}')
 
 
 def divide_by_mean_weight(accelerator, model, metrics):
-    """Divide the gradients by the mean weight of the global batch, if there are weights: over all
-    microbatches of all processes, so that it does not matter how samples are spread over them."""
+    """Divide the gradients by the mean weight of the global batch, if there are weights."""
     if "weight" not in metrics[0]:
         return
-    weights = torch.cat([one["weight"].detach().float() for one in metrics])
-    sums = torch.stack([weights.sum(), torch.ones_like(weights).sum()])
-    total, samples = accelerator.reduce(sums)
-    mean_weight = total / samples
+    weights = torch.cat([values["weight"].detach().float() for values in metrics])
+    total, samples = accelerator.reduce(torch.stack([weights, torch.ones_like(weights)]).sum(1))
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad /= mean_weight.to(parameter.grad.device)
+            parameter.grad *= samples / total
 
 
 def sample_rows(metrics):
-    """Return (B, M + 2) float32, a row per sample: its M metrics times its weight, its weight, 1.
-    `means` divides their sums."""
-    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach()
+    """Return (B, M + 2) float64, a row per sample: M metrics times its weight, its weight, 1."""
+    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach().double()
     columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
-    return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1).float()
+    return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1)
 
 
-def means(metrics, sums):
-    """Return {name: mean} and the number of samples, from the names of the metrics and the sums of
-    `sample_rows`, (M + 2,)."""
-    *totals, weight, samples = sums.tolist()
-    names = [name for name in metrics if name != "weight"]
-    values = {name: total / (weight or math.nan) for name, total in zip(names, totals, strict=True)}
-    return values, round(samples)
-
-
-def test_metrics(metrics, sums, samples):
-    """Return the means of an evaluation; exit with an error unless all `samples` were counted."""
-    values, counted = means(metrics, sums)
+def means(names, sums, samples):
+    """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`, (M + 2,).
+    Exit with an error unless they are the sums of so many samples."""
+    *totals, weight, counted = utils.send_to_device(sums, "cpu").tolist()
     if counted != samples:
-        found = f"{counted} of {samples} samples counted"
-        exit_with_error(f"evaluate: {found}: return one value per sample, no drop_last")
-    return {**{f"test_{name}": value for name, value in values.items()}, "samples": samples}
-
-
-def check_evaluation(model, loader):
-    """Evaluate one batch, so that a mistake is found now and not after an epoch."""
-    with torch.no_grad(), eval_mode(model):
-        metrics = checked(compute_loss(model, next(iter(loader))))
-    values = len(sample_rows(metrics))
-    samples = loader.batch_sampler.batch_size
-    if values not in (samples, len(loader.dataset)):  # a test set smaller than a batch
-        found = f"{values} values for a batch of {samples} samples"
-        exit_with_error(f"compute_loss: {found}: {ONE_PER_SAMPLE}")
-
-
-@contextmanager
-def eval_mode(model):
-    """In eval mode; after it, modules that were in eval mode already (frozen ones) stay in it."""
-    frozen = [module for module in model.modules() if not module.training]
-    model.eval()
-    yield
-    model.train()  # undoes what a module may do in `eval`, such as merging weights
-    for module in frozen:
-        module.training = False
+        exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
+    names = [name for name in names if name != "weight"]
+    return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
 
 
 class Metrics:
     """The metrics of a training: summed up on the device, then averaged over all processes and
-    written to the screen, metrics.jsonl, summary.json and trackers, by the main process.
+    written to the screen, metrics.jsonl, summary.json and a tracker by the main process."""
 
-    Throughput is over all processes, without evaluations, checkpoints and the first line of
-    metrics, which is warm-up.
-    """
-
-    def __init__(self, accelerator, config, steps, checkpoint):
+    def __init__(self, accelerator, config, steps, text):
         self.accelerator = accelerator
         self.config = config
         self.steps = steps
         self.step = steps.done
-        self.last_line = steps.done  # at which step it was
-        self.evaluated_step = None
+        self.last_line = steps.done  # the step of the last line
         self.names = []
         self.sums = 0  # of `sample_rows`, since the last line
-        self.warned = set()
-        self.measured_samples = 0
-        self.measured_seconds = 0.0
+        self.newest = {}  # value of each name
         self.started = time.time()
-        self.text = checkpoint["metrics"] if checkpoint else ""  # what is in metrics.jsonl
-        self.run_id = checkpoint["run_id"] if checkpoint else os.urandom(16).hex()
-        self.open_outputs()
-
-    def open_outputs(self):
-        is_main = self.accelerator.is_main_process
-        path = Path(self.config["output_dir"], "metrics.jsonl") if is_main else os.devnull
+        self.text = text  # of metrics.jsonl: a resumed run goes back to its checkpoint's
+        is_main = accelerator.is_main_process
+        path = Path(config["output_dir"], "metrics.jsonl") if is_main else os.devnull
         self.file = open(path, "w", buffering=1)
-        for stream in filter(None, (sys.stdout, sys.stderr, self.file)):
-            survive_errors(stream)
-        self.file.write(self.text)
-        scalars = {k: v for k, v in self.config.items() if isinstance(v, int | float | str)}
-        one_run = {  # a resumed run is the same run for a tracker
-            "wandb": {"id": self.run_id, "resume": "allow"},
-            "tensorboard": {"purge_step": self.step + 1},
-        }
-        self.accelerator.init_trackers(RECIPE, scalars, one_run)
-        self.display = Display(is_main, self.step, self.steps.total)
-        self.display.show("run", {**self.config, "resumed_from": self.step})
-        self.display.progress.start()
+        self.file.write(text)
+        accelerator.init_trackers(RECIPE, {name: str(x) for name, x in config.items()})
+        self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
+        plain = not (is_main and self.console.is_interactive)
+        self.progress = Progress(console=self.console, disable=plain, redirect_stderr=os.isatty(2))
+        self.bar = self.progress.add_task("steps", total=steps.total, completed=steps.done)
+        self.console.print_json(data={**config, "resumed_from": steps.done}, highlight=False)
+        self.progress.start()
 
     def start_clock(self):
-        """Begin to measure throughput, where training continues after something else."""
+        """Measure throughput from here on: evaluations and checkpoints do not count."""
         self.clock = time.perf_counter()
         self.steps.waited = 0.0
 
-    def due(self, step):
-        """Whether a line is due after this step: also before each checkpoint, which contains it."""
-        every = self.config["checkpoint_every"]
-        saves = every is not None and step % every == 0
-        return saves or self.steps.ends_epoch(step) or step % self.config["log_every"] == 0
-
     def add(self, step, microbatches):
-        """Add the metrics of a step's microbatches to this process's sums."""
+        """Add the metrics of a step's microbatches."""
         for metrics in microbatches:
             if self.names not in ([], list(metrics)):
                 exit_with_error("compute_loss: return the same keys for every batch")
             self.names = list(metrics)
             self.sums = self.sums + sample_rows(metrics).sum(0)
         self.step = step
-        self.display.advance()
+        self.progress.advance(self.bar)
 
-    def log(self, weight_norm, learning_rate, grad_norm, **more):
+    def log(self, weight_norm, learning_rate, grad_norm, **details):
         """Write a line: means over all processes since the last one. This waits for the device.
-
-        Exit if loss or weights are not finite. The gradient's norm does not show it: a step whose
-        gradients overflow may be skipped, and weights without a gradient in it can be NaN.
-        """
-        weight_norm = float(weight_norm)  # waits for the device, in this frame: see `own_report`
-        own = [weight_norm, self.steps.waited, peak_memory(self.accelerator) / 2**30]
-        own = torch.tensor(own, device=self.accelerator.device)
-        row = torch.cat([self.sums, own])[None]
-        by_rank = self.accelerator.gather(row)
-        by_rank = by_rank.double().cpu()
+        Exit if loss or weights are not finite: a gradient alone may be, where fp16 skips steps."""
+        memory = torch.cuda.max_memory_allocated()  # 0 on CPU
+        memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums)
+        row = torch.cat([self.sums, weight_norm.to(self.sums)[None], own])
+        by_rank = utils.send_to_device(self.accelerator.gather(row[None]), "cpu")
         seconds = time.perf_counter() - self.clock
-        sums, norms, waited, memory = by_rank.split([by_rank.shape[1] - 3, 1, 1, 1], dim=1)
-        values, _ = means(self.names, sums.sum(0))
-        loss = list(values).index("loss")
-        self.exit_if_not_finite(values, sums[:, loss], norms[:, 0])
-        values["learning_rate"] = learning_rate
-        values["grad_norm"] = None if grad_norm is None else float(grad_norm)
-        values["samples_per_second"] = self.throughput(seconds)
-        values["data_wait"] = waited.mean().item() / seconds
-        values["peak_memory_gib"] = round(memory.max().item(), 3)
-        slowest = {
-            "slowest_data_wait": waited.max().item() / seconds,
-            "slowest_data_rank": waited.argmax().item(),
-        }
-        self.write("train", {**values, **more}, slowest)
+        weight_norms, waited, memory = by_rank[:, -3:].T
+        samples = (self.step - self.last_line) * self.config["global_batch_size"]
+        values = means(self.names, by_rank[:, :-3].sum(0), samples)
+        if not math.isfinite(values["loss"] + weight_norms.sum()):
+            what = f"loss or weights are not finite at step {self.step}, which is not saved"
+            exit_with_error(f"{what}: lower --lr, or set --clip-norm 1")
+        values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
+        if grad_norm is not None:
+            values["grad_norm"] = float(grad_norm)
+        details |= {"seconds": seconds, "data_wait": waited.mean().item() / seconds}
+        details["peak_memory_gib"] = memory.max().item()
+        self.write("train", values, details)
         self.sums = 0
         self.last_line = self.step
         self.start_clock()
 
-    def exit_if_not_finite(self, values, losses, weight_norms):
-        """Exit if the loss or the weights of a rank are not; warn of other metrics."""
-        # A gradient that is not finite spoils all ranks' weights: the losses say whose it was.
-        suspects = weight_norms if losses.isfinite().all() else losses
-        wrong = ~suspects.isfinite()
-        if wrong.any():
-            ranks = wrong.nonzero().flatten().tolist()
-            where = f"on ranks {ranks}, since a step between {self.last_line + 1} and {self.step}"
-            remedy = "lower --lr, or set --clip-norm 1 (--log-every 1 shows the step)"
-            message = f"error: loss or weights are not finite {where}, not saved: {remedy}"
-            exit_together(self, 1, message)
-        self.warn_if_not_finite(values)
-
-    def warn_if_not_finite(self, values):
-        for name, value in values.items():
-            metric = name.removeprefix("test_")
-            if not math.isfinite(value) and metric not in self.warned:
-                self.warned.add(metric)
-                text = f"{RECIPE}: warning: {name} is {value} at step {self.step}"
-                self.accelerator.print(text, file=sys.stderr)
-
-    def last_event(self):
-        line = json.loads(self.text.splitlines()[-1])
-        return line["event"], line["step"]
-
-    def throughput(self, seconds):
-        """Return the samples per second since the last line, or None where it is warm-up."""
-        if self.last_line == self.steps.done:
-            return None
-        samples = (self.step - self.last_line) * self.config["global_batch_size"]
-        self.measured_samples += samples
-        self.measured_seconds += seconds
-        return samples / seconds
-
     def write(self, event, values, details=None):
-        """Put a line into metrics.jsonl, to the trackers and, without `details`, on the screen.
-
-        An evaluation that is repeated, since the loop was left early and the same command given
-        again, is not written again.
-        """
-        shown = {name: x for name, x in values.items() if isinstance(x, int | float)}
-        if event == "evaluation":
-            self.evaluated_step = self.step
-            self.warn_if_not_finite(shown)
-            if self.text and self.last_event() == (event, self.step):
-                return
-        epoch = self.steps.epoch_of(self.step) + 1
-        numbers = {**shown, **(details or {})}
+        """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
+        numbers = {**values, **(details or {})}
         # JSON has neither NaN nor infinity.
-        finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
-        head = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
-        line = json.dumps({**head, **values, **finite}) + "\n"
+        self.newest |= {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        epoch = self.steps.epoch_of(self.step) + 1
+        line = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
+        line = json.dumps(line | {name: self.newest[name] for name in numbers}) + "\n"
         self.text += line
         self.file.write(line)
         self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
-        self.display.line(f"step {self.step}/{self.steps.total} epoch {epoch}", shown)
+        shown = " ".join(f"{name} {x:,.4g}" for name, x in values.items())
+        shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
+        with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
+            self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
 
-    def finish(self, test, **more):
-        """Print the results and write summary.json, unless a run that had ended, at the last step
-        or early, was evaluated again."""
-        self.display.progress.stop()
-        peaks = utils.gather_object([peak_memory(self.accelerator)])
-        lines = [json.loads(line) for line in self.text.splitlines()]
-        losses = [line["loss"] for line in lines if line["event"] == "train"]
-        measured = self.measured_samples / self.measured_seconds if self.measured_samples else None
-        results = {
-            "resumed_from": self.steps.done,
-            "train_loss": losses[-1] if losses else None,
-            **test,
-            "seconds": time.time() - self.started,
-            "samples_per_second": measured,
-            "measured_samples": self.measured_samples,
-            "measured_seconds": self.measured_seconds,
-            "peak_memory_bytes": max(peaks),
-            "rank_peak_memory_bytes": peaks,
-            **more,
-        }
-        self.display.show("results", results)
-        path = Path(self.config["output_dir"], "summary.json")
-        evaluated_again = path.exists() and 0 < self.steps.done == self.step
-        if self.accelerator.is_main_process and not evaluated_again:
-            temporary = path.with_suffix(".tmp")  # a torn summary.json would stay for good
-            temporary.write_text(json.dumps({**self.config, **results}, indent=2) + "\n")
-            temporary.replace(path)
-
-
-class Display:
-    """The screen: a progress bar below the lines on a terminal, plain lines elsewhere."""
-
-    def __init__(self, is_main, done, total):
-        self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
-        self.progress = Progress(
-            *Progress.get_default_columns(),
-            MofNCompleteColumn(),
-            console=self.console,
-            disable=not (is_main and self.console.is_interactive),
-            redirect_stderr=os.isatty(2),
-        )
-        self.task = self.progress.add_task("steps", total=total, completed=done)
-
-    def advance(self):
-        self.progress.advance(self.task)
-
-    def show(self, title, values):
-        """Print a block of `name: value`, without what is not set."""
-        shown = {name: x for name, x in values.items() if x is not None and x is not False}
-        self.console.print(title, *[f"  {name}: {x}" for name, x in shown.items()], sep="\n")
-
-    def line(self, head, values):
-        shown = [f"{x:,}" if isinstance(x, int) else f"{x:,.4g}" for x in values.values()]
-        self.console.print(head, *map(" ".join, zip(values, shown, strict=True)))
-
-
-def survive_errors(stream):
-    """Drop a stream's errors: a terminal or the reader of a pipe may go, the disk be full, which
-    must not end a training before its next checkpoint."""
-
-    def quiet(method):
-        def call(*arguments):
-            with suppress(OSError):
-                return method(*arguments)
-
-        return call
-
-    stream.write = quiet(stream.write)
-    stream.flush = quiet(stream.flush)
-
-
-def peak_memory(accelerator):
-    """Return this process's peak memory in bytes: torch's allocations on the GPU or, on CPU, the
-    resident set size."""
-    if accelerator.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    def finish(self):
+        """Print the results and write summary.json."""
+        self.progress.stop()
+        results = {"resumed_from": self.steps.done, **self.newest}
+        results["seconds"] = time.time() - self.started
+        self.console.print_json(data=results, highlight=False)
+        if self.accelerator.is_main_process:
+            path = Path(self.config["output_dir"], "summary.json")
+            path.write_text(json.dumps({**self.config, **results}, indent=2) + "\n")
 
 
 # -------------------------------------------------------------------------------- reproducible data
 def divide_global_batch(args, accelerator, replicas, multiple=1):
-    """Divide the global batch among `replicas` of the model, and then into microbatches.
-
-    Set `args.global_batch_size`, `args.batch_size` (samples per microbatch and replica, a multiple
-    of `multiple`) and `accelerator.gradient_accumulation_steps`; return the number of microbatches
-    per step. Exit with an error that names the nearest possible sizes if it cannot be divided.
-    """
-    if args.global_batch_size is None:
-        args.global_batch_size = args.batch_size * replicas
+    """Divide the global batch among `replicas` of the model, and each share into the fewest equal
+    microbatches of at most `args.batch_size` samples, a multiple of `multiple`. Return how many."""
+    args.global_batch_size = args.global_batch_size or args.batch_size * replicas
+    share, rest = divmod(args.global_batch_size, replicas * multiple)
+    if rest:
+        exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
     largest = args.batch_size // multiple
-    units = replicas * multiple  # a step has at least one sample for each
-
-    def microbatches(share):
-        """Return the smallest number of equal microbatches, or None if it is twice the necessary
-        one: small microbatches are slow."""
-        needed = -(-share // largest)
-        return next((n for n in range(needed, 2 * needed) if share % n == 0), None)
-
-    share, rest = divmod(args.global_batch_size, units)
-    accumulation = None if rest else microbatches(share)
-    if accumulation is None:
-        below = next(filter(microbatches, range(share, 0, -1)), None)
-        above = next(filter(microbatches, count(share + 1)))
-        nearest = " or ".join(str(n * units) for n in (below, above) if n)
-        unit = f", each a multiple of {multiple}" if multiple > 1 else ""
-        exit_with_error(
-            f"argument --global-batch-size: {args.global_batch_size} cannot be divided among "
-            f"{replicas} replica(s) in equal microbatches close to {args.batch_size}{unit}: "
-            f"choose {nearest}"
-        )
-    args.batch_size = share // accumulation * multiple
+    accumulation = next(n for n in count(1) if share % n == 0 and share // n <= largest)
     accelerator.gradient_accumulation_steps = accumulation
+    args.batch_size = share // accumulation * multiple
     return accumulation
 
 
 class Steps:
-    """The optimizer steps of a training, numbered from 1, each with its microbatches.
-
-    An incomplete last global batch of an epoch is dropped, so that any number of processes takes
-    the same steps.
-    """
+    """The optimizer steps of a training, numbered from 1, each with its microbatches. An incomplete
+    last global batch of an epoch is dropped: any number of processes takes the same steps."""
 
     def __init__(self, loader, accumulation, args):
         self.loader = loader
         self.accumulation = accumulation  # microbatches per step
         self.per_epoch = len(loader) // accumulation
         if self.per_epoch == 0:
-            samples = f"{len(loader.dataset)} training samples"
-            remedy = "lower --batch-size or --global-batch-size"
-            exit_with_error(
-                f"{samples} do not fill a global batch of {args.global_batch_size}: {remedy}"
-            )
+            exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
         self.total = min(args.epochs * self.per_epoch, args.max_steps or math.inf)
         self.done = 0  # before this run, which resumes from there
         self.waited = 0.0  # seconds that this process waited for data
 
     def epoch_of(self, step):
         return max(step - 1, 0) // self.per_epoch
-
-    def ends_epoch(self, step):
-        return step % self.per_epoch == 0 or step == self.total
 
     def epochs_left(self):
         """Return the epochs left, also one saved after its last step: its evaluation is missing."""
@@ -635,32 +417,20 @@ class Steps:
         """Yield (step, its microbatches) for what is left of an epoch."""
         before = epoch * self.per_epoch
         done = max(before, self.done)
-        last = min(before + self.per_epoch, self.total)
         set_epoch(self.loader, epoch)
         skipped = (done - before) * self.accumulation
-        batches = self.timed(skip_first_batches(self.loader, skipped) if skipped else self.loader)
-        for step in range(done + 1, last + 1):
-            yield step, islice(batches, self.accumulation)
-
-    def timed(self, loader):
-        """Yield the batches, and add up the time spent waiting for them."""
-        began = time.perf_counter()
-        for batch in loader:
-            self.waited += time.perf_counter() - began
-            yield batch
+        batches = iter(skip_first_batches(self.loader, skipped) if skipped else self.loader)
+        for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
             began = time.perf_counter()
+            microbatches = list(islice(batches, self.accumulation))
+            self.waited += time.perf_counter() - began
+            yield step, microbatches
 
 
 def set_epoch(loader, epoch):
-    """Set the epoch of the order of the samples, and of their random transforms."""
+    """Set the epoch of the order of the samples and of their random transforms."""
     loader.set_epoch(epoch)
-    repeatable(loader.dataset).set_epoch(epoch)  # some prepared loaders do not pass it on
-
-
-def repeatable(dataset):
-    """Return the dataset, or that of which it is a Subset, if it can repeat an epoch, or None."""
-    dataset = without_subset(dataset)
-    return dataset if hasattr(dataset, "set_epoch") else None
+    without_subset(loader.dataset).set_epoch(epoch)  # some prepared loaders do not pass it on
 
 
 def without_subset(dataset):
@@ -670,7 +440,7 @@ def without_subset(dataset):
 
 
 def seed_rng(*key):
-    """Make what torch, NumPy and Python draw from here on a function of `key` alone."""
+    """Make all that torch, NumPy and Python draw from here on a function of `key` alone."""
     random.seed(repr(key))
     seed = random.getrandbits(32)
     numpy.random.seed(seed)
@@ -686,8 +456,7 @@ class SeededSamples(Dataset):
     def __init__(self, dataset, seed):
         self.dataset = dataset
         self.seed = seed
-        # Shared, so that persistent workers see it change.
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # with persistent workers
 
     def __len__(self):
         return len(self.dataset)
@@ -701,72 +470,45 @@ class SeededSamples(Dataset):
 
 
 def reproducible(loaders, seed):
-    """Return the loaders, for training and test, with datasets that can repeat an epoch: in a
-    `SeededSamples`, unless they have a `set_epoch`, and then have to seed themselves. Exit with an
-    error if one cannot be divided among processes and resumed exactly."""
-    loaders = loaders if isinstance(loaders, tuple | list) else [loaders]
+    """Return the loaders, for training and test, with datasets that can repeat an epoch: those with
+    a `set_epoch` seed themselves. Exit with an error if one cannot be resumed exactly."""
     if [isinstance(loader, DataLoader) for loader in loaders] != [True, True]:
-        found = ", ".join(type(loader).__name__ for loader in loaders)
-        exit_with_error(f"load_data returned {found}: return two DataLoaders, training and test")
+        exit_with_error("load_data: return two DataLoaders, for training and test")
+    samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
     for loader, drop_last in zip(loaders, (True, False), strict=True):
-        check_loader(loader, drop_last)
-        if repeatable(loader.dataset) is None:
+        batches = loader.batch_sampler
+        known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
+        if not known or batches.drop_last != drop_last or len(loader.dataset) == 0:
+            remedy = f"a map-style Dataset or Subset, batch_size, shuffle, drop_last={drop_last}"
+            exit_with_error(f"load_data: a DataLoader cannot be resumed exactly: use {remedy}")
+        if not hasattr(without_subset(loader.dataset), "set_epoch"):
             # DataLoader forbids an assignment, since a sampler may belong to the dataset.
             object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
-        repeatable(loader.dataset).set_epoch(0)
     return loaders
 
 
-def check_loader(loader, drop_last):
-    """Exit with an error if a loader of `load_data` cannot be resumed or counted exactly."""
-    batches = loader.batch_sampler
-    samples = getattr(batches, "sampler", loader.sampler)
-    known = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
-    if type(batches) is not torch.utils.data.BatchSampler or type(samples) not in known:
-        names = [type(x).__name__ for x in (loader.dataset, batches, samples)]
-        remedy = "use a Dataset or Subset, batch_size, shuffle"
-        exit_with_error(f"load_data: cannot resume {' and '.join(names)} exactly: {remedy}")
-    if batches.drop_last != drop_last or len(loader.dataset) == 0:
-        rule = "training needs drop_last=True, the test drop_last=False and some samples"
-        exit_with_error(f"load_data: {rule}")
-    dataset = without_subset(loader.dataset)
-    attributes = getattr(dataset, "__dict__", {})  # a list has none
-    tensors = [(name, x) for name, x in attributes.items() if torch.is_tensor(x)]
-    on_gpu = [name for name, tensor in tensors if tensor.device.type != "cpu"]
-    if on_gpu and (loader.num_workers or loader.pin_memory):
-        what = f"{type(dataset).__name__}.{on_gpu[0]} is on the GPU"
-        remedy = "set num_workers=0 and pin_memory=False, or keep it on the CPU"
-        exit_with_error(f"load_data: {what}, where workers and pinning fail: {remedy}")
-
-
 # -------------------------------------------------------------------------------------- checkpoints
-class CheckpointError(Exception):
-    """A checkpoint cannot be used, for the reason given."""
-
-
 class Checkpoints:
-    """The checkpoints step-N.pt in the output directory, each whole or not there.
+    """The checkpoints step-N.pt in the output directory, each whole or not there, of `states`:
+    {name: object with a state_dict}. A recipe whose state is not whole on the main process
+    overrides the methods from `collect_states` to `delete`."""
 
-    `states`: {name: what has a state_dict}. A recipe whose state is not whole on the main process
-    overrides the methods from `collect_states` to `delete`.
-    """
-
-    format = 4
     pattern = f"step-{'[0-9]' * 8}.pt"
-    # What a run that resumes may have otherwise, besides flags that say so in `parse_args`.
-    may_differ = {"world_size", "batch_size", "accumulation", "device", "versions", "date"}
-    follows_from_flags = {"peak_learning_rate", "steps", "steps_per_epoch"}
+    # A run that resumes may have other values of these.
+    may_differ = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
+    may_differ |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
+    may_differ |= {"accumulation", "device", "world_size", "versions"}
 
     def __init__(self, accelerator, config, states):
         self.accelerator = accelerator
         self.config = config
         self.states = states
         self.directory = Path(config["output_dir"])
-        self.last_step = 0
-        self.saved_at = time.monotonic()
+        self.temporary = self.directory / "checkpoint.tmp"
+        self.names = os.open(self.directory, os.O_RDONLY)  # to sync a rename to the disk
 
     def collect_states(self):
-        """Return what the main process writes."""
+        """Return the states that the main process writes."""
         return {name: thing.state_dict() for name, thing in self.states.items()}
 
     def load_states(self, saved):
@@ -774,515 +516,382 @@ class Checkpoints:
             thing.load_state_dict(saved[name])
 
     def read(self, path):
-        """Return the content of a checkpoint. Raise any error at all if it is not intact."""
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the checksums
-        if damaged:
-            raise ValueError(f"{damaged} is damaged")
-        return torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        """Return a checkpoint, mapped on the CPU. Raise an error of any type if it is damaged."""
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
+            raise ValueError("wrong checksum")
+        return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
 
     def write(self, content, path):
-        """Write a checkpoint: on the disk, whole and readable before it gets its name."""
-        if not self.accelerator.is_main_process:
-            return
-        temporary = self.directory / "checkpoint.tmp"
-        try:
-            save_to_disk(content, temporary)
-            os.replace(temporary, path)
-        finally:
-            if temporary.is_file():
-                temporary.unlink()
-        sync_directory(self.directory)
+        """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
+        if self.accelerator.is_main_process:
+            with open(self.temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            torch.load(
+                self.temporary, "cpu", weights_only=True, mmap=True
+            )  # or no run could resume
+            os.replace(self.temporary, path)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return, on all processes, the newest intact checkpoint of this run, or None if there is
-        no checkpoint. Exit with an error if none is intact, or if it is of another run."""
-        found = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                found = [self.choose(), None]
-            except CheckpointError as error:
-                found = [None, str(error)]
-        if self.accelerator.cpu_group:  # the default one may take it through the GPUs' memory
-            distributed.broadcast_object_list(found, 0, self.accelerator.cpu_group)
-        checkpoint, problem = found
-        if problem:
-            exit_with_error(f"argument --resume: {problem}")
-        return checkpoint
-
-    def choose(self):
-        """Return the content of the newest intact checkpoint in the output directory or, where
-        there are none, that of `--resume PATH`."""
-        own = sorted(self.directory.glob(self.pattern), reverse=True)
-        resume = self.config["resume"]
-        paths = own
-        if resume != "auto":
-            path = Path(resume)
-            inside = self.contains(path)
-            if inside and own and path.exists() and path.name < own[0].name:
-                remedy = "choose another --output-dir to begin there, or leave --resume out"
-                raise CheckpointError(f"{own[0]} is later than {path}: {remedy}")
-            if own and not inside:
-                text = f"{self.directory} has checkpoints of its own, which count before {path}"
-                print(f"{RECIPE}: {text}", file=sys.stderr)
-            else:
-                paths = [path]
-        checkpoint = self.first_intact(paths)
-        if checkpoint:
-            self.check_same_run(checkpoint)
-            if not self.contains(Path(checkpoint["path"])):
-                checkpoint["run_id"] = os.urandom(16).hex()  # trackers: two runs, which begin alike
-        return checkpoint
-
-    def contains(self, path):
-        return path.absolute().parent == self.directory.absolute()
-
-    def first_intact(self, paths):
-        problems = []
+        """Return the newest intact checkpoint of this run, or None if there is none at all. Exit
+        with an error if none is intact, or if it is of a run with other flags."""
+        paths = sorted(self.directory.glob(self.pattern), reverse=True)
+        if len(set(utils.gather_object([str([path.name for path in paths])]))) > 1:
+            exit_with_error(f"machines have different files: all have to share {self.directory}")
         for path in paths:
             try:
                 checkpoint = self.read(path)
-                if checkpoint["format"] != self.format:
-                    raise ValueError(f"not of format {self.format}")
-            except Exception as error:  # whatever a torn file makes the readers stumble over
-                problems.append(f"cannot load {path} ({error!r:.200})")
-                continue
-            for problem in problems:
-                print(f"{RECIPE}: warning: {problem}, trying an older one", file=sys.stderr)
-            print(f"{RECIPE}: resuming from {path}", file=sys.stderr)
-            return {**checkpoint, "path": str(path)}
-        if problems:
-            remedy = "choose another checkpoint, or another --output-dir to start afresh"
-            raise CheckpointError(f"{'; '.join(problems)}: {remedy}")
-        return None
-
-    def check_same_run(self, checkpoint):
-        """Raise CheckpointError if flags differ, and say it if the versions of packages do."""
-        ours = self.config
-        theirs = checkpoint["config"]
-        names = ours.keys() & theirs.keys()
-        differing = [name for name in sorted(names) if ours[name] != theirs[name]]
-        wrong = [name for name in differing if name not in self.may_differ]
-        flags = [name for name in wrong if name not in self.follows_from_flags]
+                break
+            except Exception as error:
+                self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({error!r:.200})")
+        else:
+            if paths:
+                exit_with_error(f"{self.directory} has no intact checkpoint: choose another")
+            return None
+        ours, theirs = self.config, checkpoint["config"]
+        names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
+        wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
         if wrong:
-            differences = [
-                f"{name} is {theirs[name]} there, {ours[name]} here" for name in flags or wrong
-            ]
-            remedy = ""
-            if flags and "recipe" not in flags:
-                remedy = f"continue it {to_type({name: theirs[name] for name in flags})}, or "
-            raise CheckpointError(
-                f"{checkpoint['path']} is of another run: {'; '.join(differences)}: "
-                f"{remedy}choose another --output-dir"
-            )
-        if "versions" in differing:
-            text = f"it was written by {theirs['versions']}, and this is {ours['versions']}"
-            print(f"{RECIPE}: warning: {text}", file=sys.stderr)
+            exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
+        self.accelerator.print(f"{RECIPE}: resuming from {path}, of {ours['steps']} steps")
+        return checkpoint
 
-    def load(self, checkpoint):
-        """Load the states, and return the step at which they were saved. Exit with an error if they
-        do not fit the model."""
-        problem = None
-        try:
-            self.load_states(checkpoint["states"])
-        except (torch.OutOfMemoryError, distributed.DistError):  # RuntimeErrors, too
-            raise
-        except (KeyError, RuntimeError, ValueError) as error:
-            problem = f"{checkpoint['path']} does not fit this model ({error!r:.200})"
-        problem = first_problem(self.accelerator, problem)
-        if problem:
-            exit_with_error(f"argument --resume: {problem}")
-        self.last_step = checkpoint["step"]
-        if self.last_step == self.config["steps"]:
-            text = "this run is complete: it is only evaluated again"
-            self.accelerator.print(f"{RECIPE}: {text}", file=sys.stderr)
-        return self.last_step
-
-    def due(self, step, steps):
-        """Every `--checkpoint-every` steps, at the end, and at an epoch's end if the last one is
-        over a minute ago: on a fast machine saving takes as long as an epoch."""
-        every = self.config["checkpoint_every"]
-        if step == steps.total or (every and step % every == 0):
-            return True
-        if not steps.ends_epoch(step):
-            return False
-        long_ago = [time.monotonic() - self.saved_at > 60]
-        if self.accelerator.cpu_group:  # the main process decides: clocks differ
-            distributed.broadcast_object_list(long_ago, 0, self.accelerator.cpu_group)
-        return long_ago[0]
+    def due(self, step):
+        every = (self.config["steps_per_epoch"], self.config["checkpoint_every"] or math.inf)
+        return step == self.config["steps"] or any(step % x == 0 for x in every)
 
     def save(self, step, metrics):
         """Write a checkpoint, then delete all but the newest `--keep`."""
-        content = {
-            "format": self.format,
-            "config": self.config,
-            "step": step,
-            "metrics": metrics.text,
-            "run_id": metrics.run_id,
-            "states": self.collect_states(),
-        }
+        content = {"config": self.config, "step": step, "metrics": metrics}
+        content["states"] = self.collect_states()
         path = self.directory / self.pattern.replace("[0-9]" * 8, f"{step:08}")
         problem = None
         try:
-            self.write(without_numpy(content), path)
+            self.write(content, path)
             if self.accelerator.is_main_process:
                 # Later ones were skipped, because they are damaged: they do not count.
                 saved = [x for x in self.directory.glob(self.pattern) if x <= path]
                 for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
-        except (OSError, RuntimeError, UnpicklingError) as error:
-            problem = f"error: cannot write {path.name} ({error.__context__ or error!r})"
-        problem = first_problem(self.accelerator, problem)
-        if problem:
-            message = f"{problem}, earlier ones stay: the same command continues"
-            exit_together(metrics, 1, message)
-        self.last_step = step
-        self.saved_at = time.monotonic()
+                os.fsync(self.names)
+        except Exception as error:
+            self.temporary.unlink(missing_ok=True)
+            error = error.__context__ or error
+            problem = f"cannot write {path}, earlier ones stay ({error!r:.200})"
+        exit_if_any_failed(problem)
 
 
-def to_type(values):
-    """Return what to type to have these values of flags: "with --lr 0.1 and without --compile"."""
-    given = []
-    left_out = []
-    for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is None or value is False:
-            left_out.append(flag)
-        else:
-            given.append(flag if value is True else f"{flag} {value}")
-    parts = {"with": given, "without": left_out}
-    return " and ".join(" ".join([word, *flags]) for word, flags in parts.items() if flags)
-
-
-def save_to_disk(content, path):
-    """Write a file whose content, after a power failure, is on the disk, and see that it loads."""
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    torch.load(path, "cpu", weights_only=True, mmap=True)  # or no resume could
-
-
-def sync_directory(directory):
-    """Make what was renamed in a directory last through a power failure."""
-    entry = os.open(directory, os.O_RDONLY)
-    os.fsync(entry)
-    os.close(entry)
-
-
-def without_numpy(content):
-    """Return the content with Python numbers for NumPy's, as a learning rate may be: those could
-    not be read again without running code. A model's state dict, an OrderedDict, stays as it is: a
-    copy would lose the versions of its modules."""
-    if isinstance(content, numpy.generic):
-        return content.item()
-    if type(content) is dict:
-        return {name: without_numpy(value) for name, value in content.items()}
-    if type(content) in (list, tuple):
-        return type(content)(without_numpy(value) for value in content)
-    return content
-
-
-def load_weights(accelerator, model, args):
-    """Return the model, with `--weights` as far as names and shapes fit: a head for other classes
-    stays as it is."""
-    if not model.training:
-        remedy = "as from_pretrained returns it: return model.train()"
-        exit_with_error(f"build_model: the model is in eval mode, {remedy}")
-    if args.weights is None:
-        return model
-    own = model.state_dict()
-    try:
-        weights = utils.load_state_dict(args.weights)  # runs no code
-        for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, torch.compile: any order
-            weights = {k if k in own else k.removeprefix(wrapper): x for k, x in weights.items()}
-        fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
-    except Exception as error:  # whatever another kind of file makes the readers stumble over
-        exit_with_error(f"argument --weights: cannot load {args.weights} ({error!r:.200})")
-    model.load_state_dict(fitting, strict=False)
-    loaded = {own[name].data_ptr() for name in fitting}  # one of several names of tied weights does
-    missing = {name for name in own if own[name].data_ptr() not in loaded}
-    misfits = ", ".join(sorted(missing | (weights.keys() - fitting.keys())))
-    if not fitting or (misfits and args.epochs == 0):
-        exit_with_error(f"argument --weights: {args.weights} does not fit this model: {misfits}")
-    accelerator.print(f"loaded {args.weights}; names that do not fit: {misfits or 'none'}")
+def load_weights(model, path):
+    """Return the model, with the weights at `path`, if given, as far as names and shapes fit."""
+    if not model.training:  # as from_pretrained returns it
+        exit_with_error("build_model: the model is in eval mode: return model.train()")
+    if path:
+        own = model.state_dict()
+        try:
+            weights = utils.load_state_dict(path)  # runs no code
+            for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
+                weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
+            fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
+            if not fitting:
+                raise ValueError("no tensor fits this model")
+        except Exception as error:  # another kind of file makes the readers raise many types
+            exit_with_error(f"argument --weights: cannot load {path} ({error!r:.200})")
+        model.load_state_dict(fitting, strict=False)
+        missing = ", ".join(own.keys() - fitting.keys())
+        if os.environ.get("RANK", "0") == "0":
+            say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
     return model
 
 
-# -------------------------------------------------------------------------------- signals and hangs
-class StopSignal:
-    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any process, or when the launcher dies, all stop
-    after the same step. They vote by an all-reduce on the CPU, which overlaps a step."""
-
-    received = 0  # the first signal
+# ----------------------------------------------------------------------------------------- stopping
+class StopSignal(threading.Thread):
+    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher has died, all ranks
+    stop after the same step. They vote by an all-reduce on the CPU, which overlaps a step."""
 
     def __init__(self, accelerator):
+        super().__init__(daemon=True)
+        self.received = 0  # the first signal
+        self.agreed = 0  # on which all ranks stop
         self.group = accelerator.cpu_group
         self.vote = torch.zeros(1, dtype=torch.int64)
         self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
+        # Python writes the number of a signal there, also while the main thread waits in C code.
+        self.numbers, self.wakeup = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self.numbers.settimeout(1)
+        signal.set_wakeup_fd(self.wakeup.fileno())
         for number in self.signals:
-            signal.signal(number, self.receive)
-        # Blocked, which DataLoader's workers inherit: a signal to the whole process group must not
-        # kill them before the next checkpoint.
+            signal.signal(number, lambda *_: None)
+        # Blocked, which DataLoader's workers inherit: they must live until the next checkpoint.
         resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-        # A launcher may die without passing a signal on.
-        self.launcher = LAUNCHER if has_launcher() else None
+        self.start()
 
-    def receive(self, number, frame=None):
-        StopSignal.received = self.received or number
+    def run(self):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        while True:
+            with suppress(TimeoutError):
+                self.receive(self.numbers.recv(1)[0])
+            if LAUNCHED and os.getppid() != LAUNCHER:  # it may die without passing a signal on
+                self.receive(signal.SIGTERM)
 
-    def look(self):
-        """Note a blocked signal, or that the launcher has died."""
-        self.receive(max(signal.sigpending() & self.signals, default=0))
-        if self.launcher and os.getppid() != self.launcher:
-            self.receive(signal.SIGTERM)
+    def receive(self, number):
+        """Note a signal and say so. A second Ctrl-C ends this process at once."""
+        if number == signal.SIGHUP:
+            for stream in (1, 2):  # a terminal is gone: printing would fail
+                if not os.path.isfile(f"/dev/fd/{stream}"):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        if number in self.signals and not self.received:
+            self.received = number
+            self.time = time.monotonic()
+            say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-C again: abort)")
+        elif number == signal.SIGINT and time.monotonic() - self.time > 1:  # the launcher's: before
+            exit_now(128 + number)
 
     def requested(self):
-        """Return the signal on which all processes stop now, or 0: the result of the vote that
-        was begun one call ago."""
-        self.look()
-        if self.group is None:
-            return self.received
+        """Return the signal on which all ranks stop now, or 0: the result of the vote that was
+        begun one call ago. All ranks call this."""
         if self.pending:
             self.pending.wait()
-        result = self.vote.item()
+        self.agreed = self.vote.item()
         self.vote.fill_(self.received)
-        maximum = distributed.ReduceOp.MAX
-        self.pending = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
-        return result
+        if self.group:
+            maximum = distributed.ReduceOp.MAX
+            work = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
+            self.pending = work.get_future()  # whose `wait` is in a file of torch: see HangDetector
+        return self.agreed
 
 
-class HangDetector:
-    """Ends the run when a rank stalls, and says which one, on which machine, and where it is.
+class HangDetector(threading.Thread):
+    """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
 
-    One thread of each process writes a report every few seconds to the store of the process groups,
-    and reads those of the others; another thread decides. A rank has stalled if there was no new
-    report of it for `timeout` seconds (it was stopped, or its machine is gone), or if its main
-    thread has completed no step and no batch of an evaluation for so long. The latter does not
-    count before the first step is complete and while checkpoints are saved: it is only printed.
-    Seconds are counted, so that a run stopped by Ctrl-Z and continued is no hang.
+    Then this thread reports in the process group's store where the main thread is. The rank that
+    stalls is not where ranks wait for others, or it reports nothing, since it was stopped or its
+    machine is gone. Ticks are counted: no rank stalls if all were stopped for a while.
     """
 
-    # In these files and functions a rank waits for others, or for the device.
-    waiting_files = ("torch/distributed/", "torch/autograd/", "accelerate/utils/operations")
-    waiting_functions = ("requested", "log", "means", "divide_by_mean_weight")
+    # A rank waits, for others or for the device, if its innermost Python frame is in these files.
+    waiting = re.compile(
+        "/torch/(distributed|nn/parallel|autograd|futures|cuda|amp)/"
+        "|/torch/_ops.py|/accelerate/utils/operations.py"
+    )
 
     def __init__(self, accelerator, timeout):
-        self.rank = accelerator.process_index
-        self.processes = accelerator.num_processes
+        super().__init__(daemon=True)
         self.timeout = timeout
-        self.tick = min(5.0, timeout / 20)  # seconds
-        self.armed = False
         self.progress = 0
-        self.step = 0
-        self.reports = {}  # {rank: its newest report}
-        self.has_store = True
-        run = [os.urandom(16).hex()]  # a restarted run may have the store of the one before
-        if accelerator.cpu_group:  # not over NCCL, whose first collective may hang
-            distributed.broadcast_object_list(run, 0, accelerator.cpu_group)
-        self.keys = [f"{run[0]}/{rank}" for rank in range(self.processes)]
         self.closed = threading.Event()
-        self.threads = [threading.Thread(target=self.watch, daemon=True)]
-        if self.processes > 1:
-            self.threads.append(threading.Thread(target=self.exchange, daemon=True))
-        for thread in self.threads:
-            thread.start()
+        self.name = f"rank {accelerator.process_index} on {socket.gethostname()}"
+        self.names = utils.gather_object([self.name])
+        self.store = distributed.HashStore()
+        if accelerator.cpu_group:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self.store = distributed.TCPStore(*address, is_master=False)
+        self.store.delete_key(self.name)  # the report of a run that was restarted
+        self.start()
         faulthandler.cancel_dump_traceback_later()
 
-    def made_progress(self, step=None):
+    def made_progress(self):
         """Call this after each step, and after each batch of an evaluation."""
-        self.step = step or self.step
         self.progress += 1
-        self.armed = True
 
-    @contextmanager
-    def paused(self):
-        self.armed = False
-        yield
-        self.made_progress()
-
-    def close(self):
-        self.closed.set()
-        for thread in self.threads:
-            thread.join(2 * self.tick)
-
-    def own_report(self, number):
-        """Return how far this rank is, and what its main thread does."""
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        own = [entry for entry in stack if entry.filename == __file__] or stack
-        in_file = any(part in stack[-1].filename for part in self.waiting_files)
-        return {
-            "number": number,
-            "step": self.step,
-            "host": socket.gethostname(),
-            "where": f"line {own[-1].lineno}, in {own[-1].name}",
-            "waits": in_file or stack[-1].name in self.waiting_functions,
-        }
-
-    def exchange(self):
-        """Write and read reports, until the process that has the store ends."""
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with suppress(RuntimeError):
-            store = distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
-            for number in count():
-                store.set(self.keys[self.rank], json.dumps(self.own_report(number)))
-                for rank, key in enumerate(self.keys):
-                    if store.check([key]):
-                        self.reports[rank] = json.loads(store.get(key))
-                if self.closed.wait(self.tick):
-                    return
-        self.has_store = False
-
-    def watch(self):
-        """End the process when a rank was silent, or this one made no progress, for too long."""
-        numbers = {}
-        silence = {}  # {rank: seconds}
+    def run(self):
+        tick = min(5.0, self.timeout / 20)
         idle = 0.0
-        progress = 0
-        while not self.closed.wait(self.tick):
-            idle = idle + self.tick if self.progress == progress else 0.0
-            progress = self.progress
-            for rank, report in list(self.reports.items()):
-                known = numbers.get(rank) == report["number"] and rank != self.rank
-                silence[rank] = silence.get(rank, 0.0) + self.tick if known else 0.0
-                numbers[rank] = report["number"]
-            if not self.has_store:
-                silence = {}
-            longest = max(silence.values(), default=0.0)
-            if longest >= self.timeout or (self.armed and idle >= self.timeout):
-                # Half: a rank that was stopped has written its last report after its last step.
-                self.end([rank for rank, x in silence.items() if x >= self.timeout / 2])
-            if self.timeout <= idle < self.timeout + self.tick:
-                self.print_stack(" (no error before the first step or while saving)")
+        before = 0
+        while idle < self.timeout:
+            if self.closed.wait(tick):
+                return
+            frame = sys._current_frames()[threading.main_thread().ident]
+            codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
+            saves = Checkpoints.save.__code__ in codes  # which may take longer
+            idle = idle + tick if self.progress == before and not saves else 0.0
+            before = self.progress
+        with suppress(RuntimeError):  # the process that has the store has ended
+            self.name_the_rank(traceback.extract_stack(frame))
+        time.sleep(2 * tick)  # until all have printed: the launcher will end them
+        exit_now(1)
 
-    def end(self, silent):
-        """Print where this rank is and, on the first rank that is not silent, which have stalled;
-        end the process."""
-        self.print_stack()
-        reports = {**self.reports, self.rank: self.own_report(0)}
-        if self.rank == min(reports.keys() - silent):
-            os.write(2, f"{RECIPE}: error: {self.diagnose(reports, silent)}\n".encode())
-        time.sleep(2 * self.tick)  # until the other ranks have come here: one that ends, ends them
-        kill_workers()
-        os._exit(1)
-
-    def diagnose(self, reports, silent):
-        """Return which ranks have stalled, on which machines, where, and for how long."""
-        busy = [rank for rank, report in reports.items() if not report["waits"]]
-        step = max(report["step"] for report in reports.values()) + 1
-        found = []
-        for rank in silent or busy or reports:
-            where = f"it is at {reports[rank]['where']}"
-            if rank in silent:
-                where = "it was stopped or killed, or its machine or network is gone"
-            found.append(f"rank {rank} on {reports[rank]['host']} ({where})")
-        how = f"not reached the end of step {step} for {self.timeout:g} s"
-        if not silent and not busy:
-            how += ": all wait for others, or for the device: one has left out a collective "
-            how += "operation, or a step takes longer than this"
-        return f"{', '.join(found)} has {how}"
-
-    def print_stack(self, note=""):
-        """Print the main thread's stack in one piece: those of the ranks must not mix."""
-        frame = sys._current_frames()[threading.main_thread().ident]
-        where = f"rank {self.rank} on {socket.gethostname()}"
-        head = f"{RECIPE}: {where}: no progress for {self.timeout:g} s{note}"
-        os.write(2, "".join([head + ", at\n", *traceback.format_stack(frame)]).encode())
+    def name_the_rank(self, stack):
+        """Print where this rank is and, on one rank, which ones stall."""
+        head = f"{RECIPE}: no step for {self.timeout:g} s, {self.name} is at\n"
+        os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
+        own = [frame for frame in stack if frame.filename == __file__][-1]
+        waits = bool(self.waiting.search(stack[-1].filename))
+        self.store.set(self.name, json.dumps([f"line {own.lineno}, in {own.name}", waits]))
+        with suppress(RuntimeError):  # a rank that was stopped does not report
+            self.store.wait(self.names, timedelta(seconds=self.timeout / 2))
+        present = [name for name in self.names if self.store.check([name])]
+        reports = {name: ["no report", False] for name in self.names}
+        reports |= {name: json.loads(self.store.get(name)) for name in present}
+        stalled = [name for name, (_, waits) in reports.items() if not waits]
+        if self.name == present[0]:
+            # If all wait, one has left out a collective operation.
+            where = ", ".join(f"{name} ({reports[name][0]})" for name in stalled or reports)
+            say(f"error: no step for {self.timeout:g} s because of {where}")
 
 
-def kill_workers():
-    """Kill the DataLoaders' workers, which would outlive this process."""
-    with suppress(ValueError):  # only the main thread may set a handler
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would raise an error
-    for worker in active_children():
-        worker.kill()
+def say(message):
+    """Print a line to stderr, if somebody reads it: Ctrl-C also ends the `tee` behind a pipe."""
+    with suppress(OSError):
+        print(f"{RECIPE}: {message}".replace("\n", " "), file=sys.stderr, flush=True)
 
 
-def exit_together(metrics, status, message):
-    """Exit before the training is complete, once all processes have come here."""
-    accelerator = metrics.accelerator
-    metrics.display.progress.stop()
-    accelerator.print(f"{RECIPE}: {message}", file=sys.stderr, flush=True)
+def exit_if_stopped(accelerator, stop, step):
+    """Exit if all ranks have agreed to stop: together, or the launcher would kill slower ones."""
+    if not stop.agreed:
+        return
+    if accelerator.is_main_process:
+        say(f"stopped after step {step}, which is saved: the same command continues")
     for tracker in accelerator.trackers:
-        tracker.finish()  # before the barrier: the others wait for the main process
-    if accelerator.cpu_group:
-        distributed.barrier(accelerator.cpu_group)
-    kill_workers()
-    os._exit(status)  # all at once, or the launcher would kill the slower ones
+        tracker.finish()
+    accelerator.wait_for_everyone()
+    exit_now(128 + stop.agreed)
 
 
-def first_problem(accelerator, problem):
-    """Return what went wrong on the first process that has a problem, or None, on all processes;
-    all of them have to come here."""
-    problems = [problem]
-    if accelerator.cpu_group:
-        problems *= accelerator.num_processes
-        distributed.all_gather_object(problems, problem, accelerator.cpu_group)
-    return next(filter(None, problems), None)
+def exit_if_any_failed(problem):
+    """Exit with an error if a rank has a problem, a str, and not None. All ranks call this."""
+    for message in filter(None, utils.gather_object([problem])):
+        exit_with_error(message)
 
 
 def exit_with_error(message):
-    """Print an error in one line and exit with status 2. Any process may come here. The first one
-    of each machine prints at once; another one 4 s + its local rank later, unless its launcher ends
-    it before that: then the first one has printed the same error."""
-    rank = os.environ.get("RANK", "0")
-    let_first_rank_exit()
-    if rank != "0":
-        message = f"rank {rank}: {message}"
-    print(f"{RECIPE}: error: {message}".replace("\n", " "), file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    kill_workers()
-    os._exit(2)  # without the tear-down, in which gloo may abort
+    """Print an error in one line and exit with status 2. Any rank may call this. The first one of
+    each machine prints at once; the others seconds later, if the launcher has not ended them."""
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends it
+        time.sleep(5)
+        message = f"rank {os.environ['RANK']}: {message}"
+    say(f"error: {message}")
+    exit_now(2)
 
 
-def let_first_rank_exit():
-    """Give the first process of the machine time to print the same error, and so end this one."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank != 0:
-        wait_for_launcher(4 + local_rank)
-
-
-def wait_for_launcher(seconds):
-    """Exit if the launcher ends this process within so many seconds, since another has ended."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    if StopSignal.received:  # it has been sent already
-        os._exit(2)
-    time.sleep(seconds)
-
-
-def report_exception(kind, error, trace):
-    """Print an error that nothing has caught and exit; of one that only says that another process
-    has ended, a line, and only if that one's error does not end this process first."""
-    sys.stderr = sys.__stderr__  # torch's hook calls this one, and would print only after it
-    rank = os.environ.get("RANK", "0")
-    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in lost):
-        wait_for_launcher(10)
-        text = f"{RECIPE}: rank {rank} ends: another process has ended"
-        print(f"{text} ({error!s:.200})".replace("\n", " "), file=sys.stderr, flush=True)
-    else:
-        let_first_rank_exit()  # with the same error, perhaps
-        if "RANK" in os.environ:
-            print(f"{RECIPE}: rank {rank} on {socket.gethostname()}:", file=sys.stderr)
-        sys.__excepthook__(kind, error, trace)
-    sys.stdout.flush()
-    kill_workers()
-    os._exit(1)
+def exit_now(status):
+    """End this process without the tear-down, in which gloo may abort, and DataLoader's workers."""
+    try:
+        for worker in active_children():
+            worker.kill()
+    finally:  # torch raises an error where a worker dies
+        os._exit(status)
 
 
 # ------------------------------------------------------------------------- command line and launch
+ABOVE_0 = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
+ABOVE_0 += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
+LAUNCHER_FEATURES = ["USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG"]
+LAUNCHER_FEATURES += ["DYNAMO_BACKEND"]
+
+
+def parse_args(*declarations):
+    """Return the parsed flags: those that each of `declarations` adds, and those of all recipes."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.error = exit_with_error
+    for declare in declarations:
+        declare(parser)
+    trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
+    add = parser.add_argument
+    add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
+    add("--epochs", type=int, default=30, help="default: 30; 0: only evaluate")
+    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    add("--batch-size", type=int, default=128, help="per process and microbatch (128)")
+    add("--global-batch-size", type=int, help="samples per step, all processes")
+    add("--lr", type=float, default=0.1, help="peak, per 128 samples of a step (0.1)")
+    add("--clip-norm", type=float, help="clip the gradient to this norm")
+    add("--seed", type=int, default=0, help="for weights, order and augmentation (0)")
+    add("--cpu", action="store_true", help="train on CPU, also where there are GPUs")
+    add("--threads", type=int, help="CPU threads per process (cores / processes)")
+    add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")
+    add("--checkpoint-every", type=int, help="steps, besides the end of each epoch")
+    add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
+    add("--log-every", type=int, help="steps between lines (50 on GPUs, 10 on CPU)")
+    add("--tracker", choices=trackers, help="log metrics there, too")
+    add("--hang-timeout", type=float, default=600, help="seconds without a step (600)")
+    args = parser.parse_args()
+    for name in ABOVE_0:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            exit_with_error(f"argument --{name.replace('_', '-')}: {value} is not above 0")
+    return args
+
+
+def lock_output_directory(directory):
+    """Exit with an error if another run uses the directory. The lock ends with this process."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if os.environ.get("RANK", "0") == "0":
+            lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+            os.lockf(lock, os.F_TLOCK, 0)
+    except OSError as error:
+        exit_with_error(f"--output-dir {directory} is in use, or not writable ({error.strerror})")
+
+
+def make_accelerator(args, precision, *handlers):
+    """Return the Accelerator, on GPUs or, where there are none, on CPU. Its `cpu_group` is a gloo
+    process group, or None for a single process."""
+    faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
+    mixed_precision = "no" if precision == "fp32" else precision
+    done = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
+    for name in (*LAUNCHER_FEATURES, *done):
+        told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
+        if told not in ("no", "false", done.get(name)):  # it would be ignored
+            exit_with_error(f"the launcher's {name.lower()} is {told}: see this recipe's --help")
+    gpus = choose_device(args)
+    args.log_every = args.log_every or (50 if gpus else 10)
+    restarts = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # In the launcher's store are the addresses of the processes that died: do not dial those.
+        store, rank, world_size = next(distributed.rendezvous("env://"))
+        store = distributed.PrefixStore(f"restart {restarts}", store)
+        backend = "nccl" if gpus else "gloo"
+        distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
+    loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
+    accelerator = Accelerator(
+        cpu=not gpus,  # or processes on a machine without GPUs would not see each other
+        mixed_precision=mixed_precision,
+        log_with=args.tracker,
+        project_dir=args.output_dir,
+        dataloader_config=loading,
+        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
+    )
+    if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
+        exit_with_error("processes do not see each other: start them with accelerate launch")
+    # For votes, checkpoints and errors, which must not wait for the GPUs.
+    in_group = accelerator.use_distributed
+    accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
+    return accelerator
+
+
+def choose_device(args):
+    """Select this process's GPU and its number of CPU threads; return the number of GPUs."""
+    if args.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
+    processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < processes:
+        exit_with_error(
+            f"{processes} processes, {gpus} GPU(s): use --num_processes {gpus}, or --cpu"
+        )
+    if gpus:
+        torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
+        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
+    threads = args.threads or utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
+    if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    torch.set_num_threads(threads)
+    return gpus
+
+
 def describe(args, accelerator, steps, optimizer, **more):
     """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
-    on_gpu = accelerator.device.type == "cuda"
-    packages = (torch, torchvision, accelerate)
     config = {
         "recipe": RECIPE,
         **vars(args),
@@ -1290,213 +899,12 @@ def describe(args, accelerator, steps, optimizer, **more):
         "peak_learning_rate": optimizer.defaults["lr"],
         "steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": accelerator.num_processes,
-        "versions": {package.__name__: package.__version__ for package in packages},
-        "date": time.strftime("%Y-%m-%d"),
+        "versions": f"torch {torch.__version__}, accelerate {accelerate.__version__}",
         **more,
     }
-    # As it will be read again; a NumPy number becomes a float.
-    as_json = json.dumps(config, default=lambda x: float(x) if hasattr(x, "item") else str(x))
-    return json.loads(as_json)
-
-
-def number_above(low, kind):
-    """Return a type for a flag: an int or float above `low`."""
-
-    def parse(text):
-        value = kind(text)
-        if not low < value < 2**32:
-            raise argparse.ArgumentTypeError(
-                f"{text}, choose a number above {low} and below {2**32}"
-            )
-        return value
-
-    parse.__name__ = kind.__name__  # for "invalid int value"
-    return parse
-
-
-positive_int = number_above(0, int)
-positive_float = number_above(0, float)
-
-
-def parse_args(*declarations):
-    """Return the parsed flags: those that each of `declarations` adds, by calling its argument, and
-    those of all recipes. Exit with an error, in one line, if one is wrong."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.error = exit_with_error
-
-    def add(name, help, may_differ=False, **options):
-        """Add a flag; with `may_differ`, a run that is resumed may have another value of it."""
-        default = "" if options.get("default") is None else " (default: %(default)s)"
-        flag = parser.add_argument(name, help=help + default, **options)
-        if may_differ:
-            Checkpoints.may_differ.add(flag.dest)
-
-    for declare in declarations:
-        declare(add)
-    natural = number_above(-1, int)
-    free = {"may_differ": True}
-    trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
-    add("--weights", "start from model.safetensors, or a state dict", metavar="PATH", **free)
-    add("--epochs", "passes over the training set; 0: only evaluate", type=natural, default=30)
-    add("--max-steps", "stop after this many optimizer steps", type=positive_int)
-    add("--batch-size", "samples per process and microbatch", type=positive_int, default=128)
-    add("--global-batch-size", "samples per optimizer step, all processes", type=positive_int)
-    add("--lr", "peak learning rate per 128 samples of a step", type=positive_float, default=0.1)
-    add("--clip-norm", "clip the gradient to this norm", type=positive_float)
-    add("--seed", "for weights, order and augmentation", type=natural, default=0)
-    add("--cpu", "train on CPU, also where there are GPUs", action="store_true", **free)
-    add("--threads", "CPU threads per process", type=positive_int, **free)
-    add("--output-dir", "for checkpoints and results", default=f"runs/{RECIPE}", **free)
-    add("--checkpoint-every", "optimizer steps between checkpoints", type=positive_int, **free)
-    add("--keep", "how many checkpoints to keep", type=positive_int, default=2, **free)
-    add("--resume", "checkpoint; auto: the newest", default="auto", metavar="{auto,PATH}", **free)
-    add("--log-every", "steps between lines (50 on GPUs, 10 on CPU)", type=positive_int, **free)
-    add("--tracker", "log metrics there, too", choices=trackers, **free)
-    add("--hang-timeout", "seconds a rank may stall", type=positive_float, default=600, **free)
-    return parser.parse_args()
-
-
-def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory: they would destroy each other's files.
-    The lock lasts until this process ends."""
-    try:
-        os.makedirs(directory, exist_ok=True)
-        if int(os.environ.get("RANK", 0)) != 0:
-            return
-        lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-        os.lockf(lock, os.F_TLOCK, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".ljust(99).encode())
-    except BlockingIOError:
-        owner = os.read(lock, 99).decode().strip()
-        remedy = "stop it, or choose another --output-dir"
-        exit_with_error(f"{directory} is in use by {owner}: {remedy}")
-    except OSError as error:
-        reason = f"cannot write to {directory} ({error.strerror})"
-        exit_with_error(f"argument --output-dir: {reason}, choose another")
-
-
-def make_accelerator(args, precision, *handlers):
-    """Return the Accelerator, on GPUs or, where there are none, on CPU, with `cpu_group`, a gloo
-    process group, or None for a single process. Exit with an error where that cannot work."""
-    sys.excepthook = report_exception
-    faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
-    mixed_precision = "no" if precision == "fp32" else precision
-    check_launcher(mixed_precision)
-    on_gpus = choose_device(args)
-    args.log_every = args.log_every or (50 if on_gpus else 10)
-    if precision == "bf16":
-        check_bf16(on_gpus)
-    separate_restarts("nccl" if on_gpus else "gloo")
-    # Accelerate adds the epoch: the runs' seeds must not overlap.
-    data_seed = random.Random(args.seed).getrandbits(31)
-    accelerator = Accelerator(
-        cpu=not on_gpus,  # or processes on a machine without GPUs would not see each other
-        mixed_precision=mixed_precision,
-        log_with=args.tracker,
-        project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=True, data_seed=data_seed, non_blocking=True
-        ),
-        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
-    )
-    names = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
-    started = utils.get_int_from_env(names, 1)
-    if started != accelerator.num_processes:
-        seen = f"{started} processes were started, this one sees {accelerator.num_processes}"
-        exit_with_error(f"{seen}: start them with accelerate launch")
-    # For votes, checkpoints and errors: NCCL's collectives wait for a process that died.
-    in_group = accelerator.use_distributed
-    accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
-    return accelerator
-
-
-def check_launcher(mixed_precision):
-    """Exit with an error where the launcher was told something that this recipe does not do, or
-    has ended, or could not restart this run."""
-    names = ("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
-    supported = dict.fromkeys(names, "false")
-    supported["GRADIENT_ACCUMULATION_STEPS"] = "1"
-    supported["DYNAMO_BACKEND"] = "no"
-    supported["MIXED_PRECISION"] = mixed_precision
-    for name, ours in supported.items():
-        told = os.environ.get(f"ACCELERATE_{name}", ours).lower()
-        if told not in ("no", ours):
-            what = f"the launcher's {name.lower()} is {told}"
-            exit_with_error(f"{what}, which this recipe does not do: see its --help")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    try:
-        socket.create_connection(address, 60).close()
-    except OSError as error:  # torch would look for its store until TIMEOUT
-        what = "the launcher, or that of the first machine, has ended"
-        exit_with_error(f"{what} ({error}): its output says why")
-    several_machines = os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
-    if several_machines and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        # The processes of the next attempt would find the addresses of those that have died.
-        remedy = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv_backend c10d"
-        exit_with_error(f"restarts on several machines need a new store each: {remedy}")
-
-
-def has_launcher():
-    """Return whether accelerate launch or torchrun has started this process: they set these."""
-    return not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
-
-
-def separate_restarts(backend):
-    """After a restart by the launcher, keep what this process reads from the launcher's store apart
-    from what the processes that died have left there: it would dial their addresses."""
-    attempt = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
-    if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, world_size = next(distributed.rendezvous("env://"))
-        store = distributed.PrefixStore(f"attempt {attempt}", store)
-        distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
-
-
-def choose_device(args):
-    """Select this process's GPU and its number of CPU threads; return whether there are GPUs. Exit
-    with an error where processes and GPUs do not match."""
-    if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
-    processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-    gpus = torch.cuda.device_count()
-    if not gpus and not args.cpu and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
-        remedy = "srun --gpus-per-node=N, or --cpu to do without"
-        exit_with_error(f"this Slurm job has GPUs and this step none: {remedy}")
-    if 0 < gpus < processes:
-        remedy = f"launch with --num_processes {gpus}, or use --cpu"
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}")
-    if gpus:
-        torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
-        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    told = utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
-    if told == 1 and has_launcher():  # its default, and not the user's choice
-        told = 0
-    torch.set_num_threads(args.threads or told or max(1, cores // processes))
-    return gpus > 0
-
-
-def check_bf16(on_gpu):
-    """Exit with an error if this GPU has no bf16; say so if this CPU has not, and emulates it."""
-    if has_bf16(on_gpu):
-        return
-    if on_gpu:
-        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16, choose another --precision")
-    if int(os.environ.get("RANK", 0)) == 0:
-        text = "this CPU has no bf16 instructions: it is emulated, and much slower than fp32"
-        print(f"{RECIPE}: warning: {text}", file=sys.stderr)
-
-
-def has_bf16(on_gpu):
-    """Return whether the device has instructions for bf16."""
-    if on_gpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+    return json.loads(json.dumps(config, default=str))  # plain types, to be read again
 
 
 # ----------------------------------------------------------------------------------------- CIFAR-10
@@ -1517,10 +925,9 @@ class ImageTensors(Dataset):
         self.seed = augmentation_seed
         self.height, self.width = images.shape[1:3]
         self.statistics = torch.tensor([self.mean, self.std], device=device)
-        self.padding = 0 if augmentation_seed is None else 4
-        pad = self.padding
+        self.padding = pad = 0 if augmentation_seed is None else 4
         padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
-        self.images = padded.contiguous().to(device)
+        self.images = padded.to(device)
         # Shared, for persistent workers: top, left and flip of each sample.
         self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
         self.augmentation.share_memory_()
@@ -1554,17 +961,14 @@ class ImageTensors(Dataset):
 def cifar10(directory, accelerator):
     """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
     per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
-    problem = None  # told below: no process may exit while others wait for it
+    problem = None  # no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            missing = f"no intact CIFAR-10 in --data-dir {directory}, download failed ({error})"
-            problem = f"{missing}: to train without it, use --data synthetic"
-    problem = first_problem(accelerator, problem)
-    if problem:
-        exit_with_error(problem)
+            problem = f"no CIFAR-10 in --data-dir {directory} ({error}): use --data synthetic"
+    exit_if_any_failed(problem)
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
 
@@ -1582,59 +986,72 @@ def synthetic_images(samples, seed):
 
 # =============================================================================== this recipe's own
 STAGES = 2
-Checkpoints.may_differ |= {"bubble", "pipelines"}
-Checkpoints.follows_from_flags |= {"stages"}
+ABOVE_0 += ["chunks"]
+Checkpoints.may_differ |= {"schedule", "chunks", "bubble", "pipelines"}
 
 
 # ----------------------------------------------------------------------------------- flags and data
-def add_technique_flags(add):
-    """Declare the flags that the pipeline needs. `gpipe` takes all microbatches forward, then all
-    backward (Huang et al. 2019, arXiv:1811.06965); `1f1b` alternates, and keeps fewer activations
-    (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503)."""
-    precisions = ("fp32", "bf16")
-    free = {"may_differ": True}
-    add("--precision", "bf16: as in amp_cifar.py", choices=precisions, default="fp32")
-    add("--schedule", "of microbatches", choices=("gpipe", "1f1b"), default="gpipe", **free)
-    add("--microbatches", "parts of each batch", type=positive_int, default=8, **free)
-    add("--split", "first block of the second stage (default: where both take equal time)")
+def add_technique_flags(parser):
+    """Add the flags of the pipeline. `gpipe` takes all chunks forward, then all backward (Huang et
+    al. 2019, arXiv:1811.06965). `1f1b` alternates, and keeps fewer activations (PipeDream-Flush,
+    Narayanan et al. 2021, arXiv:2006.09503)."""
+    add = parser.add_argument
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
+    add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="of chunks (gpipe)")
+    add("--chunks", type=int, default=8, help="parts of each batch (8)")
+    add("--split", help="first block of the second stage (default: both take equal time)")
+
+
+def has_bf16(on_gpu):
+    """Return whether the device has instructions for bf16."""
+    if on_gpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+
+
+def check_bf16(args):
+    """Exit with an error if this GPU has no bf16; warn if this CPU has not, and emulates it."""
+    on_gpu = not args.cpu and torch.cuda.is_available()
+    if args.precision != "bf16" or has_bf16(on_gpu):
+        return
+    if on_gpu:
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
+    say("warning: this CPU has no bf16 instructions: emulated, it is much slower than fp32")
 
 
 def count_pipelines(args):
-    """Return how many pipelines the processes make. Exit with an error where they, or the flags,
-    make none."""
-    flag = "argument --microbatches"
-    rest = args.batch_size % args.microbatches
-    if args.batch_size < args.microbatches or (rest and args.global_batch_size is None):
-        exit_with_error(f"{flag}: {args.microbatches} do not divide a batch of {args.batch_size}")
-    if args.schedule == "1f1b" and args.microbatches < STAGES:
-        exit_with_error(f"{flag}: 1f1b needs {STAGES} or more, or choose --schedule gpipe")
+    """Return how many pipelines the processes make. Exit with an error if they cannot make any."""
+    if args.batch_size % args.chunks:
+        exit_with_error(f"argument --chunks: {args.chunks} do not divide {args.batch_size} samples")
+    if args.schedule == "1f1b" and args.chunks < STAGES:
+        exit_with_error(f"argument --chunks: 1f1b needs at least {STAGES}, gpipe does not")
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
     if processes % STAGES:
-        remedy = "launch an even number, e.g. --num_processes 2"
+        remedy = "launch an even number, for example --num_processes 2"
         exit_with_error(f"a pipeline takes two processes, not {processes}: {remedy}")
     return processes // STAGES
 
 
 def prepare_loaders(accelerator, loaders):
     """Divide the batches among the pipelines. `accelerator.prepare` would divide them among all
-    processes, and give the two stages of a pipeline different ones."""
+    processes, so that the two stages of a pipeline would read different ones."""
     options = {
         **vars(accelerator.dataloader_config),
+        "device": accelerator.device,
         "put_on_device": True,
         "num_processes": accelerator.num_processes // STAGES,
         "process_index": accelerator.process_index // STAGES,
     }
-    prepare = partial(accelerate.data_loader.prepare_data_loader, device=accelerator.device)
-    return [prepare(loader, **options) for loader in loaders]
+    return [accelerate.data_loader.prepare_data_loader(loader, **options) for loader in loaders]
 
 
 # ------------------------------------------------------------------------------------------- stages
 def resnet_blocks(model):
-    """Return the blocks of torchvision's ResNet, as `model_blocks` does."""
+    """Return the blocks of torchvision's ResNet, for `model_blocks`."""
     blocks = {}
     for name, child in model.named_children():
         if name == "fc":
-            blocks["flatten"] = nn.Flatten()  # which its forward does by a function
+            blocks["flatten"] = nn.Flatten()  # a function call in ResNet's forward
         if isinstance(child, nn.Sequential):
             blocks |= {f"{name}.{index}": block for index, block in enumerate(child)}
         else:
@@ -1643,216 +1060,194 @@ def resnet_blocks(model):
 
 
 def sequential_blocks(model):
-    """Return the blocks of an nn.Sequential. Exit with an error if it is another model, whose own
-    `forward` would not be run."""
+    """Return the blocks of an nn.Sequential. Exit with an error if the model has a `forward` of its
+    own, which a pipeline would not call."""
     if type(model).forward is not nn.Sequential.forward:
         remedy = "make it an nn.Sequential, or edit model_blocks"
         exit_with_error(f"cannot cut {type(model).__name__}: {remedy}")
-    return dict(model._modules)  # named_children leaves out what comes twice
+    return dict(model._modules)  # named_children has a module only once
 
 
 def cut(blocks, args):
-    """Return the blocks of each stage. The second stage begins with `--split`, or else where both
-    take about the same time: measured for ResNet-50 with 128 samples in a microbatch on CPU, the
-    middle block for anything else."""
+    """Return the blocks of each stage. The second stage begins with `args.split`. Its default is
+    the block where both stages take about equal time, measured for ResNet-50 on CPU in chunks of
+    128 samples, and the middle block for any other model."""
     names = list(blocks)
-    balanced = {"cifar": "layer3.0", "imagenet": "layer3.2"}.get(getattr(args, "stem", None))
-    if balanced not in names:
-        balanced = names[len(names) // 2]
-    split = args.split or balanced
-    if split not in names[1:]:
-        choice = f"cannot begin the second stage, choose from {', '.join(names[1:])}"
-        exit_with_error(f"argument --split: {split} {choice}")
-    where = names.index(split)
+    if not args.split:
+        measured = {"cifar": "layer3.0", "imagenet": "layer3.2"}.get(getattr(args, "stem", None))
+        args.split = measured if measured in names else names[len(names) // 2]
+    if args.split not in names[1:]:
+        choices = ", ".join(names[1:])
+        exit_with_error(f"argument --split: {args.split} is not one of {choices}")
+    where = names.index(args.split)
     stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
     first, second = [set(nn.ModuleList(stage.values()).parameters()) for stage in stages]
     if not (first and second):
-        empty = "second" if first else "first"
-        what = f"the {empty} stage would have no parameters, choose another block"
-        exit_with_error(f"argument --split: cut before {split}, {what}")
+        exit_with_error(f"argument --split: {args.split} gives a stage without parameters")
     if first & second:
-        remedy = "choose a --split with both uses on one side, or untie it"
+        remedy = "choose a --split that has both uses on one side, or untie it"
         exit_with_error(f"the two stages share a parameter (tied weights): {remedy}")
     return stages
 
 
 class Stage(nn.Sequential):
-    """Some blocks of a model in a row. Its outputs and its inputs' gradients are contiguous, as
-    point-to-point communication (P2P) requires."""
+    """Some blocks of a model in a row. Point-to-point communication (P2P) requires that its outputs
+    and the gradients of its inputs are contiguous."""
 
     def __init__(self, blocks, autocast):
         super().__init__()
         self.autocast = autocast
         for name, block in blocks.items():
-            # A module's name has no dot; `save_whole_model` undoes this.
+            # A module's name must not contain a dot. `save_whole_model` restores the names.
             self.add_module(name.replace(".", "/"), block)
 
     def forward(self, x):
         if x.requires_grad:
             x.register_hook(torch.Tensor.contiguous)
-        # channels_last as in the unsplit model; a copy, since the first block may work in place
+        # channels_last as in the whole model. A copy, because the first block may work in place.
         x = x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
         with self.autocast():
             return super().forward(x).contiguous()
 
 
 class Pipeline(nn.Module):
-    """This process's stage of a model that is made of `blocks`, and the schedule that takes batches
-    through both stages."""
+    """This process's stage of a model made of `blocks`, and the schedule that takes batches through
+    both stages."""
 
     def __init__(self, args, accelerator, blocks):
         super().__init__()
-        rank = accelerator.process_index % STAGES
-        own_blocks = cut(blocks, args)[rank]
-        stage = Stage(own_blocks, accelerator.autocast).to(accelerator.device)
-        # Neighbours in rank are a pipeline; the processes with the same stage are its replicas.
-        # (Not `init_device_mesh`, whose groups have other timeouts.)
+        index = accelerator.process_index % STAGES
+        stage = Stage(cut(blocks, args)[index], accelerator.autocast).to(accelerator.device)
+        # Neighbours in rank are a pipeline. The processes with the same stage are its replicas.
         ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
         make_groups = distributed.new_subgroups_by_enumeration
         self.group, _ = make_groups(ranks.tolist(), TIMEOUT)
         self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
-        self.metric_names = ()  # from `warm_up`
-        self.batch_shapes = None
-        self.microbatches = args.microbatches
-        self.metrics = []  # of each microbatch of a batch, on the last stage
         self.stage = stage
         if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
             self.stage = average_gradients(stage, self.replicas)
-        # Training does not read BatchNorm's buffers: those are sent in `evaluate` alone.
+        # Training does not read BatchNorm's buffers: only `evaluate` sends those.
         batchnorm = nn.modules.batchnorm._BatchNorm
         others = [module for module in stage.modules() if not isinstance(module, batchnorm)]
         self.other_buffers = [x for module in others for x in module.buffers(recurse=False)]
-        parts = (args.microbatches, accelerator.gradient_accumulation_steps)
-        loss_fn = partial(part_of_loss, parts=parts, seen=self.metrics)
+        self.batch_size = args.batch_size
+        self.batch_shapes = None  # of the first batch
+        self.chunks = args.chunks
+        self.chunk_metrics = []  # on the last stage, of the chunks of a batch
+        self.metric_names = []
+        parts = (args.chunks, accelerator.gradient_accumulation_steps)
+
+        def loss(outputs, targets):
+            return part_of_loss(outputs, targets, parts, self.chunk_metrics)
+
         device = accelerator.device
-        pipeline_stage = PipelineStage(self.stage, rank, STAGES, device, group=self.group)
-        schedule_class = schedules.get_schedule_class(args.schedule)
-        self.schedule = schedule_class(
-            pipeline_stage, args.microbatches, loss_fn, scale_grads=False
-        )
+        pipeline_stage = PipelineStage(self.stage, index, STAGES, device, group=self.group)
+        schedule = schedules.get_schedule_class(args.schedule)
+        self.schedule = schedule(pipeline_stage, args.chunks, loss, scale_grads=False)
 
 
 def average_gradients(stage, replicas):
-    """Return the stage in DDP, which averages its gradients with those of its replicas. Prepared by
-    Accelerate it would average them over all processes, which have two different stages."""
+    """Return the stage in DDP, which averages its gradients with those of its replicas. Accelerate
+    would average over all processes, which have two different stages."""
     ddp = nn.parallel.DistributedDataParallel(
         stage, process_group=replicas, gradient_as_bucket_view=True
     )
-    # It averages when PipelineStage tells it that the last backward pass of a batch begins.
-    ddp.require_backward_grad_sync = False
-    ddp.broadcast_buffers = False  # by `send_buffers`
+    ddp.require_backward_grad_sync = False  # PipelineStage starts it in a batch's last backward
+    ddp.broadcast_buffers = False  # `send_buffers` does this
     return ddp
 
 
 def part_of_loss(outputs, targets, parts, seen):
-    """Return the loss of one microbatch, divided by the number of microbatches of a step: `parts`
-    is (per batch, batches per step). Append its metrics to `seen`.
-
-    Activations are sent in the dtype in which they were computed; the loss is in fp32.
-    """
-    outputs = utils.convert_to_fp32(outputs)
+    """Return the loss of one chunk, divided by the number of chunks in a step: `parts` is (chunks
+    per batch, batches per step). Append the chunk's metrics to `seen`."""
+    outputs = utils.convert_to_fp32(outputs)  # P2P sends them in the dtype of the computation
     metrics = checked(compute_loss(lambda inputs: outputs, (None, targets)))
     seen.append({name: value.detach() for name, value in metrics.items()})
-    return mean_loss(metrics) / parts[0] / parts[1]
+    loss = (metrics["loss"] * metrics.get("weight", 1)).mean()
+    return loss / parts[0] / parts[1]
 
 
 # ---------------------------------------------------------------------------- batches and gradients
 def run_pipeline(model, batch):
-    """Take a batch forward, and in training backward, through the pipeline. Return the metrics of
-    `compute_loss` on the last stage, on the first those of no samples, all on the device."""
-    check_batch(model, batch)
+    """Take a batch forward and, in training, backward through both stages. Return the metrics of
+    `compute_loss`, of each sample on the last stage and of none on the first."""
+    inputs, targets = filled_up(model, batch)
+    run = model.schedule.eval
     if model.training:
         send_buffers(model, model.other_buffers)
-    inputs, targets = batch
-    run = model.schedule.step if model.training else model.schedule.eval
-    if model.group.rank() < STAGES - 1:
+        run = model.schedule.step
+    is_last = model.group.rank() == STAGES - 1
+    model.chunk_metrics.clear()
+    if is_last:
+        run(target=targets, return_outputs=False)  # does not keep the outputs of the whole batch
+    else:
         run(inputs)
+    if not model.metric_names:  # the first stage does not call `compute_loss`
+        names = [list(model.chunk_metrics[0]) if is_last else None]
+        utils.broadcast_object_list(names, from_process=STAGES - 1)
+        model.metric_names = names[0]
+    if not is_last:
         return dict.fromkeys(model.metric_names, torch.zeros(0, device=inputs.device))
-    model.metrics.clear()
-    run(target=targets, return_outputs=False)  # or it would keep those of the whole batch
-    # The last ones: before them, torch 2.15 may take one microbatch through, to find shapes.
-    parts = model.metrics[-model.microbatches :]
-    if any(list(part) != list(parts[0]) for part in parts):
-        exit_with_error("compute_loss: return the same keys for every microbatch")
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    # Before these, torch may have taken one chunk through both stages to learn the shapes.
+    chunks = model.chunk_metrics[-model.chunks :]
+    if any(list(chunk) != model.metric_names for chunk in chunks):
+        exit_with_error("compute_loss: return the same keys for every batch, also in evaluations")
+    samples = len(batch[1])
+    return {x: torch.cat([chunk[x] for chunk in chunks])[:samples] for x in model.metric_names}
 
 
-def check_batch(model, batch):
-    """Exit with an error unless a batch is two tensors of the first batch's shapes, for which P2P
-    was set up."""
-    shapes = [tuple(getattr(x, "shape", [type(x).__name__])) for x in batch]
+def filled_up(model, batch):
+    """Return a batch in which samples are repeated if it is incomplete. Exit with an error unless
+    it is two tensors of the first batch's shapes, for which P2P is set up."""
+    if [torch.is_tensor(x) for x in batch] != [True, True]:
+        exit_with_error("load_data: a batch has to be two tensors, inputs and targets")
+    copies = math.ceil(model.batch_size / len(batch[1]))
+    if copies > 1:
+        batch = [torch.cat([x] * copies)[: model.batch_size] for x in batch]
+    shapes = [tuple(x.shape) for x in batch]
     model.batch_shapes = model.batch_shapes or shapes
-    if shapes != model.batch_shapes or [torch.is_tensor(x) for x in batch] != [True, True]:
-        rule = f"a batch has to be two tensors of the first one's shapes, {model.batch_shapes}"
-        exit_with_error(f"{rule}, and not {shapes}")
+    if shapes != model.batch_shapes:
+        rule = f"all batches must have the first one's shapes {model.batch_shapes}"
+        exit_with_error(f"load_data: {rule}, not {shapes}")
+    return batch
 
 
-def filled_up(batch, loader):
-    """Return an incomplete batch with some samples repeated: all passes need one shape."""
-    size = loader.batch_sampler.batch_size
-    copies = [torch.cat([x] * math.ceil(size / len(x))) if torch.is_tensor(x) else x for x in batch]
-    return [x[:size] for x in copies]
-
-
-def samples_in_batch(model, loader, index):
-    """Return how many samples this pipeline's batch `index` of a test set has, without repeated
-    ones."""
+def samples_left(model, loader, index):
+    """Return how many samples of the test set are left for this pipeline's batch `index`. If the
+    batch has more, Accelerate has added them to give all pipelines equally many batches."""
     size = loader.batch_sampler.batch_size
     before = (index * model.replicas.size() + model.replicas.rank()) * size
     return max(0, len(loader.dataset) - before)
 
 
-def warm_up(model, train_loader, test_loader):
-    """Take a batch through the pipeline in training, and one in evaluation, without effect.
-
-    This finds mistakes now and not after an epoch, and makes all runs equal: torch 2.11 first runs
-    the stages on zeros, which would change BatchNorm's statistics; it cannot train if its first
-    pass is an evaluation, as in a resumed run; DDP rebuilds its buckets after a backward pass.
-    """
-    before = [buffer.clone() for buffer in model.buffers()]
-    metrics = run_pipeline(model, next(iter(train_loader)))
-    names = [list(metrics)]
-    utils.broadcast_object_list(names, from_process=STAGES - 1)  # of the last stage
-    model.metric_names = names[0]
-    model.zero_grad()
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
-    with torch.no_grad(), eval_mode(model):
-        metrics = run_pipeline(model, filled_up(next(iter(test_loader)), test_loader))
-    if list(metrics) != names[0]:  # the first stage's values would not fit to these
-        rule = "return the same keys, in the same order, in training and in evaluations"
-        exit_with_error(f"compute_loss: {rule}")
-    sample_rows(metrics)
-
-
 def send_buffers(model, buffers):
-    """Give this stage's buffers in the first pipeline to the other pipelines."""
+    """Send this stage's buffers in the first pipeline to the other pipelines."""
     for buffer in buffers:
         distributed.broadcast(buffer, group=model.replicas, group_src=0)
 
 
 def clip_both_stages(accelerator, model, clip_norm):
-    """Clip the gradients to the norm of the whole model's, of which this process has one stage; a
-    frozen stage has none. Return the norm."""
+    """Clip the gradients by the norm of the whole model's gradient, of which this process has one
+    stage. Return the norm. A frozen stage has no gradients."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float32)
+    norm = nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float32)
     squares = norm**2
     distributed.all_reduce(squares, group=model.group)
     norm = squares.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
     return norm
 
 
 # ------------------------------------------------------------------------------- both stages' state
 def describe_stages(args, stage):
     """Return what `describe` adds to the configuration."""
+    first, *_, last = [name.replace("/", ".") for name in [*stage._modules] * 2]
     parameters = sum(p.numel() for p in stage.parameters())
-    blocks = ", ".join(stage._modules).replace("/", ".")
-    stages = utils.gather_object([f"{blocks}: {parameters:,} parameters"])
+    stages = utils.gather_object([f"{first} to {last}: {parameters:,} parameters"])
     return {
         "pipelines": len(stages) // STAGES,
         "stages": stages[:STAGES],
-        "bubble": 1 / (args.microbatches + 1),
+        "bubble": 1 / (args.chunks + 1),
     }
 
 
@@ -1860,29 +1255,23 @@ class PipelineCheckpoints(Checkpoints):
     """Checkpoints whose "states" are a list, with those of each stage of the first pipeline."""
 
     def collect_states(self):
-        own = super().collect_states()
-        return collect_both_stages(self.accelerator, own)
+        return collect_both_stages(self.accelerator, super().collect_states())
 
     def load_states(self, saved):
-        stage = self.accelerator.process_index % STAGES
-        try:
-            super().load_states(saved[stage])
-        except (KeyError, RuntimeError, ValueError) as error:
-            raise ValueError(f"stage {stage}: {error}") from error
+        super().load_states(saved[self.accelerator.process_index % STAGES])
 
 
 def collect_both_stages(accelerator, own):
     """Return [first, second] on the main process: the dictionary `own` of both stages of the first
-    pipeline, on CPU. It goes by gloo, since the default group would take it through the GPUs'
-    memory; and value by value, to save memory."""
-    rank = accelerator.process_index
-    if rank >= STAGES:
-        return []
+    pipeline, on the CPU. It travels by gloo: NCCL would take it through the GPUs' memory. It
+    travels value by value: each one is pickled, which needs as much memory again."""
+    if accelerator.process_index >= STAGES:
+        return None
     own = utils.send_to_device(own, "cpu")
     second = {}
     for name, value in own.items():
         parcel = [value]
-        if rank == 0:
+        if accelerator.is_main_process:
             distributed.recv_object_list(parcel, 1, accelerator.cpu_group)
         else:
             distributed.send_object_list(parcel, 0, accelerator.cpu_group)
@@ -1891,18 +1280,15 @@ def collect_both_stages(accelerator, own):
 
 
 def save_whole_model(accelerator, model, directory):
-    """Write model.safetensors with the weights of both stages, named as in the unsplit model. Of
-    several names of one tensor (tied weights) it has the first, as `save_model` writes."""
+    """Write model.safetensors with the weights of both stages, named as in the whole model. A
+    tensor that has several names (tied weights) is written once, by its first name."""
     names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
     own = {name: x for name, x in model.state_dict().items() if name in names.values()}
     stages = collect_both_stages(accelerator, {"model": own})
-    weights = {
-        name.replace("/", "."): value.contiguous()
-        for stage in stages
-        for name, value in stage["model"].items()
-    }
-    path = Path(directory, "model.safetensors")
-    accelerator.save(weights, path, safe_serialization=True)
+    if accelerator.is_main_process:
+        weights = stages[0]["model"] | stages[1]["model"]
+        weights = {name.replace("/", "."): x.contiguous() for name, x in weights.items()}
+        accelerator.save(weights, Path(directory, "model.safetensors"), safe_serialization=True)
 
 
 if __name__ == "__main__":
