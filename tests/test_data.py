@@ -5,10 +5,10 @@ import torch
 import torchvision.transforms.functional as TF
 from accelerate import Accelerator
 from conftest import REAL_DATA, load, needs_real_data
-from torch.utils.data import DataLoader
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")
+NORMALIZE = T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)
 
 
 @pytest.fixture(scope="module")
@@ -16,47 +16,42 @@ def images_and_labels():
     return recipe.synthetic_images(64, seed=3)
 
 
-def test_pixels_are_those_of_torchvisions_transforms(images_and_labels):
+def augmented(images_and_labels, seed, epoch):
+    dataset = recipe.ImageTensors(*images_and_labels, torch.device("cpu"), augmentation_seed=seed)
+    dataset.set_epoch(epoch)
+    return dataset
+
+
+def test_training_pixels_are_those_of_torchvisions_transforms(images_and_labels):
     images, labels = images_and_labels
-    dataset = recipe.ImageTensors(images, labels, torch.device("cpu"), augmentation_seed=5)
-    dataset.set_epoch(2)
+    dataset = augmented(images_and_labels, seed=5, epoch=2)
     indices = torch.randperm(64).tolist()
     batch, batch_labels = dataset.__getitems__(indices)
     assert batch.is_contiguous(memory_format=torch.channels_last) and not batch.is_contiguous()
     assert batch_labels.tolist() == labels[indices].tolist()
-
-    pad, normalize = (
-        T.Pad(4),
-        T.Compose([T.ToTensor(), T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)]),
-    )
     flips = 0
     for pixels, index in zip(batch, indices, strict=True):
         top, left, flip = dataset.augmentation[:, index].tolist()
-        image = TF.crop(pad(T.ToPILImage()(images[index].permute(2, 0, 1))), top, left, 32, 32)
+        image = T.Pad(4)(T.ToPILImage()(images[index].permute(2, 0, 1)))
+        image = TF.crop(image, top, left, 32, 32)
         image = TF.hflip(image) if flip else image
-        torch.testing.assert_close(pixels, normalize(image), rtol=0, atol=3e-7)
+        torch.testing.assert_close(pixels, NORMALIZE(T.ToTensor()(image)), rtol=0, atol=3e-7)
         flips += flip
     assert 16 < flips < 48
 
 
-def test_offsets_are_those_torchvisions_random_crop_can_draw(images_and_labels):
-    dataset = recipe.ImageTensors(*images_and_labels, torch.device("cpu"), augmentation_seed=0)
-    drawn = []
-    for epoch in range(20):
-        dataset.set_epoch(epoch)
-        drawn.append(dataset.augmentation[:2])
-    torch_drawn = {
-        T.RandomCrop.get_params(torch.zeros(3, 40, 40), (32, 32))[0] for _ in range(1000)
-    }
+def test_crops_are_all_those_that_torchvisions_random_crop_can_draw(images_and_labels):
+    drawn = [augmented(images_and_labels, 0, epoch).augmentation[:2] for epoch in range(20)]
+    sample = torch.zeros(3, 40, 40)
+    torch_drawn = {T.RandomCrop.get_params(sample, (32, 32))[0] for _ in range(1000)}
     assert set(torch.cat(drawn).unique().tolist()) == torch_drawn == set(range(9))
 
 
 def test_test_images_are_only_normalized(images_and_labels):
-    images, labels = images_and_labels
-    batch, _ = recipe.ImageTensors(images, labels, torch.device("cpu")).__getitems__([7, 7, 0])
-    expected = T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)(
-        images[7].permute(2, 0, 1) / 255
-    )
+    images, _ = images_and_labels
+    dataset = recipe.ImageTensors(*images_and_labels, torch.device("cpu"))
+    batch, _ = dataset.__getitems__([7, 7, 0])
+    expected = NORMALIZE(images[7].permute(2, 0, 1) / 255)
     torch.testing.assert_close(batch[0], expected, rtol=0, atol=3e-7)
     assert torch.equal(batch[0], batch[1]) and not torch.equal(batch[0], batch[2])
     assert batch.is_contiguous(memory_format=torch.channels_last)
@@ -64,12 +59,8 @@ def test_test_images_are_only_normalized(images_and_labels):
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     def pixels(seed, epoch, indices):
-        dataset = recipe.ImageTensors(
-            *images_and_labels, torch.device("cpu"), augmentation_seed=seed
-        )
-        dataset.set_epoch(epoch)
         torch.rand(epoch)  # whatever else draws from the global generator
-        return dataset.__getitems__(indices)[0]
+        return augmented(images_and_labels, seed, epoch).__getitems__(indices)[0]
 
     reference = pixels(0, 3, [5, 9, 11])
     assert torch.equal(reference, pixels(0, 3, [11, 9, 5]).flip(0))
@@ -78,7 +69,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     assert not torch.equal(pixels(0, 1, [5, 9, 11]), pixels(1, 0, [5, 9, 11]))
 
 
-def test_synthetic_data_is_made_from_its_seed():
+def test_synthetic_data_are_made_from_their_seed():
     images, labels = recipe.synthetic_images(256, seed=1)
     again, _ = recipe.synthetic_images(256, seed=1)
     other, _ = recipe.synthetic_images(256, seed=2)
@@ -89,15 +80,6 @@ def test_synthetic_data_is_made_from_its_seed():
 
 @needs_real_data
 def test_cifar10_is_read_whole():
-    accelerator = Accelerator(cpu=True)
-    accelerator.cpu_group = None  # as make_accelerator sets it for one process
-    images, labels = recipe.cifar10(REAL_DATA, accelerator)[1]
+    images, labels = recipe.cifar10(REAL_DATA, Accelerator(cpu=True))[1]
     assert images.shape == (10_000, 32, 32, 3) and images.dtype == torch.uint8
     assert labels.bincount().tolist() == [1000] * 10
-
-
-def test_a_list_is_a_dataset():
-    """Anything with a length and an index is one for torch's DataLoader."""
-    loaders = [DataLoader([1, 2, 3], 2, shuffle=True, drop_last=True), DataLoader([4, 5], 2)]
-    train_loader, test_loader = recipe.reproducible(loaders, seed=0)
-    assert len(list(train_loader)) == 1 and next(iter(test_loader)).tolist() == [4, 5]

@@ -2,7 +2,6 @@
 
 import re
 import time
-from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -10,90 +9,58 @@ import torch
 import torchvision
 from conftest import (
     HAS_REAL_DATA,
-    LITTLE_DATA,
     REAL_DATA,
-    SMALL,
     answers,
     control_characters,
-    copy,
     load,
     needs_real_data,
     train_forked,
 )
 from safetensors.torch import load_file
 
-recipe = load("recipes/ddp_cifar.py")
-WHERE_TIME_GOES = ["grad_norm", "data_wait", "slowest_data_wait", "slowest_data_rank"]
-WHERE_TIME_GOES += ["peak_memory_gib"]
+recipe = load("recipes/ddp_cifar.py", exits=True)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_resnet50_applies_the_mean_gradient_of_all_microbatches_of_all_ranks(processes, tmp_path):
-    gradient = answers("ddp_gradient", [processes], tmp_path)[processes]
+def test_resnet50_applies_the_mean_gradient_of_all_microbatches_of_all_ranks(tmp_path):
+    gradient = answers("ddp_gradient", [2], tmp_path)[2]
     assert gradient["largest"] > 0.01
     assert gradient["deviation"] < 1e-10
     told, expected = gradient["norm"]
     assert told == pytest.approx(expected, rel=1e-9)
 
 
-def test_clipping_is_to_the_norm_of_the_whole_steps_gradient(tmp_path):
-    """One step at a learning rate of 1: the update is 1.9 times the clipped gradient (Nesterov
-    momentum) and weight decay. What is clipped is the mean over processes, microbatches and stages,
-    here of the same 128 samples."""
-    flags = ["--max-steps", 1, "--lr", 1, "--global-batch-size", 128, "--batch-size"]
-    clipped = ["--clip-norm", 0.01]
-    runs = [
-        (1, "ddp_cifar", [*flags, 128]),
-        (2, "ddp_cifar", [*flags, 32, *clipped]),
-        (1, "data_parallel_cifar", [*flags, 64, *clipped]),
-        (2, "amp_cifar", [*flags, 64, *clipped, "--precision", "fp32"]),
-        (2, "pipeline_cifar", [*flags, 128, *clipped]),
-    ]
-    torch.manual_seed(0)
-    initial = recipe.build_model(SimpleNamespace(model="simple_cnn")).state_dict()
-    gradients = []
-    norms = []
-    for result in train_forked(tmp_path, *runs):
-        assert result.summary["global_batch_size"] == 128
-        norms.append(result.train[0]["grad_norm"])
-        updated = load_file(result.weights)
-        parts = [(initial[name] - updated[name]) / 1.9 - 5e-4 * initial[name] for name in initial]
-        gradients.append(torch.cat([part.flatten() for part in parts]))
-    whole, *clipped = gradients
-    assert whole.norm() > 0.1, "clipping to 0.01 would prove nothing"
-    for gradient, (_, name, _) in zip(clipped, runs[1:], strict=True):
-        assert gradient.norm().item() == pytest.approx(0.01, rel=1e-3), name
-        assert torch.nn.functional.cosine_similarity(gradient, whole, dim=0) > 0.9999, name
-    assert norms == pytest.approx([whole.norm().item()] * len(runs), rel=1e-3), "before clipping"
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_evaluation_counts_each_sample_once_by_its_weight(processes, tmp_path):
-    cases = answers("evaluation", [processes], tmp_path)[processes]
-    assert len(cases) == 20
-    for size, (told, direct) in cases.items():
-        assert told == pytest.approx(direct, abs=1e-6), f"{size} samples"
+def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_processes(tmp_path):
+    for processes, cases in answers("evaluation", [1, 2, 4], tmp_path).items():
+        assert len(cases) == 20
+        for size, (told, direct) in cases.items():
+            assert told == pytest.approx(direct, abs=1e-6), f"{size} samples, {processes} processes"
 
 
 def test_the_metrics_that_are_reported_are_means_by_weight():
     loss, weight = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1, 1, 2])
     metrics = {"loss": loss, "weight": weight, "hit": loss > 1}
     sums = recipe.sample_rows(metrics).sum(0)
-    assert recipe.means(metrics, sums) == ({"loss": 15 / 4, "hit": 3 / 4}, 3)
+    assert recipe.means(metrics, sums, 3) == {"loss": 15 / 4, "hit": 3 / 4}
     del metrics["weight"]
     sums = recipe.sample_rows(metrics).sum(0)
-    assert recipe.means(metrics, sums) == ({"loss": 3, "hit": pytest.approx(2 / 3)}, 3)
+    assert recipe.means(metrics, sums, 3) == {"loss": 3, "hit": pytest.approx(2 / 3)}
+
+
+def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
+    """From 2**24 on float32 has every second integer only."""
+    row = recipe.sample_rows({"loss": torch.ones(1)})
+    samples = 2**24 + 1
+    assert recipe.means(["loss"], (row * samples).sum(0), samples) == {"loss": 1}
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 5, 6, 100])
-def test_the_schedule_is_defined_everywhere_and_ends_near_zero(total_steps):
+def test_the_schedule_is_defined_everywhere_and_ends_at_zero(total_steps):
     factors = [recipe.lr_lambda(step, total_steps) for step in range(total_steps + 1)]
     assert all(0 < factor <= 1 for factor in factors[:-1])
     assert max(factors) == 1 and factors[-1] == 0
     if total_steps == 100:
-        assert factors[19] == 1
-        assert factors[:20] == sorted(factors[:20])
-        assert factors[19:] == sorted(factors[19:])[::-1]
+        assert factors[:20] == pytest.approx([step / 20 for step in range(1, 21)])
+        assert factors[20:] == pytest.approx([step / 80 for step in range(80, -1, -1)], abs=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +81,8 @@ def test_weights_load_in_a_plain_torchvision_model(resnet_run):
         logits = model(images)
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     assert loss == pytest.approx(resnet_run.summary["test_loss"], rel=1e-4)
-    assert (logits.argmax(1) == labels).sum().item() / 128 == pytest.approx(
-        resnet_run.summary["test_accuracy"], abs=0.01
-    )
+    accuracy = (logits.argmax(1) == labels).float().mean().item()
+    assert accuracy == pytest.approx(resnet_run.summary["test_accuracy"], abs=0.01)
 
 
 def test_summary_and_metrics_hold_what_is_documented(resnet_run):
@@ -138,102 +104,66 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
         "seed": 0,
         "peak_learning_rate": 0.025,
         "resumed_from": 0,
-        "versions": {x.__name__: x.__version__ for x in (torch, torchvision, accelerate)},
-        "train_loss": resnet_run.train[-1]["loss"],
+        "versions": f"torch {torch.__version__}, accelerate {accelerate.__version__}",
     }
     assert {name: summary[name] for name in expected} == expected
-    peaks = summary["rank_peak_memory_bytes"]
-    assert len(peaks) == 2 and summary["peak_memory_bytes"] == max(peaks)
-    assert 100 * 2**20 < max(peaks) < 100 * 2**30
-    assert summary["seconds"] > summary["measured_seconds"] > 0
-    # The first two of six steps are warm-up.
-    assert summary["measured_samples"] == 4 * 32
-    assert summary["samples_per_second"] == pytest.approx(4 * 32 / summary["measured_seconds"])
 
     assert [line["step"] for line in resnet_run.train] == [2, 4, 6]
     head = {"event", "epoch", "step", "time"}
-    keys = {"loss", "accuracy", "learning_rate", "samples_per_second", *WHERE_TIME_GOES}
-    assert all(line.keys() == head | keys for line in resnet_run.train)
-    assert [line["samples_per_second"] is None for line in resnet_run.train] == [True, False, False]
+    results = {"loss", "accuracy", "learning_rate", "samples_per_second", "grad_norm"}
+    measured = {"seconds", "data_wait", "peak_memory_gib"}
     for line in resnet_run.train:
-        assert line["grad_norm"] > 0
-        assert 0 < line["data_wait"] <= line["slowest_data_wait"] < 1
-        assert line["slowest_data_rank"] in (0, 1)
-        assert 0.1 < line["peak_memory_gib"] <= max(peaks) / 2**30 + 0.001
+        assert line.keys() == head | results | measured
+        assert line["samples_per_second"] == pytest.approx(2 * 32 / line["seconds"])
+        assert line["grad_norm"] > 0 and 0 < line["data_wait"] < 1
+        assert 0.1 < line["peak_memory_gib"] < 100
+    # Of six steps the first is warm-up, and the schedule ends at 0 after the last.
+    rates = [line["learning_rate"] for line in resnet_run.train]
+    assert rates == pytest.approx([0.025, 0.025 * 3 / 5, 0.025 * 1 / 5])
     (evaluation,) = resnet_run.evaluations
-    assert evaluation.keys() == head | {"test_loss", "test_accuracy", "samples"}
-    assert evaluation["test_accuracy"] == summary["test_accuracy"] and evaluation["samples"] == 128
+    assert evaluation.keys() == head | {"test_loss", "test_accuracy"}
+    newest = {**resnet_run.train[-1], **evaluation}
+    names = newest.keys() - head - {"seconds"}
+    assert {name: summary[name] for name in names} == {name: newest[name] for name in names}
+    assert summary["seconds"] > sum(line["seconds"] for line in resnet_run.train)
     times = [line["time"] for line in (*resnet_run.train, evaluation)]
     assert times == sorted(times) and 0 < time.time() - times[0] < 86400
 
 
-def test_a_file_gets_plain_lines_from_the_main_process_only(resnet_run):
+def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):
     assert control_characters(resnet_run.output) == []
     shown = [line for line in resnet_run.output.splitlines() if line.startswith("step ")]
-    line = resnet_run.train[1]
-    names = ["loss", "accuracy", "learning_rate", "grad_norm", "samples_per_second", "data_wait"]
-    names += ["peak_memory_gib"]
-    values = " ".join(f"{name} {line[name]:,.4g}" for name in names)
-    assert shown[1] == f"step 4/6 epoch 1 {values}"
     assert [line.split()[1] for line in shown] == ["2/6", "4/6", "6/6", "6/6"]
+    assert max(map(len, shown)) <= 100
+    words = shown[1].split()
+    assert words[::2] == ["step", "epoch", "loss", "accuracy", "lr", "samples/s", "grad_norm"]
+    assert float(words[5]) == pytest.approx(resnet_run.train[1]["loss"], rel=1e-3)
     assert "test_accuracy" in shown[3]
-    facts = ["global_batch_size: 32", "world_size: 2", " steps: 6", "peak_learning_rate: 0.025"]
-    for fact in (*facts, " samples: 128", torch.__version__):
-        assert len(re.findall(re.escape(fact) + r"\b", resnet_run.output)) == 1, resnet_run.output
+    # The config at the start is JSON, and the results at the end are.
+    for fact in ('"global_batch_size": 32', '"world_size": 2', '"peak_learning_rate": 0.025'):
+        assert resnet_run.output.count(fact) == 1, resnet_run.output
 
 
-SLOW_DATA = """
-indexed = ImageTensors.__getitems__
-
-
-def index_slowly(dataset, indices):
-    time.sleep(0.8 * int(os.environ["RANK"]))
-    return indexed(dataset, indices)
-
-
-ImageTensors.__getitems__ = index_slowly
-"""
-
-
-def test_a_terminal_gets_a_live_display_with_or_without_colours_and_a_dumb_one_plain_lines(
-    tmp_path,
-):
-    """Also, in the run of two processes: the rank whose data are slow is named."""
-    script = copy("amp_cifar", tmp_path / "slow.py", LITTLE_DATA, project=SLOW_DATA)
-    (tmp_path / "0").mkdir()
-    flags = ["--max-steps", 4, "--log-every", 2, "--batch-size", 64]
-    terminal = {"TERM": "xterm-256color", "COLUMNS": "80"}
+def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path):
+    flags = ["--max-steps", 4, "--log-every", 2, "--batch-size", 16]
+    terminal = {"TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": ""}
     runs = [
-        (
-            2,
-            "amp_cifar",
-            [*flags, "--batch-size", 16, *SMALL, "--output-dir", "."],
-            {"terminal": True, "env": {**terminal, "NO_COLOR": ""}, "script": script},
-        ),
-        (1, "ddp_cifar", flags, {"terminal": True, "env": {**terminal, "NO_COLOR": "1"}}),
+        (2, "ddp_cifar", flags, {"terminal": True, "env": terminal}),
         (1, "ddp_cifar", flags, {"terminal": True, "env": {"TERM": "dumb"}}),
     ]
-    results = train_forked(tmp_path, *runs)
-    colours, none, dumb = (result.output.replace("\r\n", "\n") for result in results)
-    for screen in (colours, none):
-        one_display = "not one live display, from one process"
-        assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") == 1, one_display
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
-        assert re.search(r"steps ━+ 100% 0:00:00 4/4", text)
-        lines = [x for x in re.split(r"[\r\n]+", text) if x.startswith("step ")]
-        assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4"]
-    assert re.search(r"\x1b\[38;5;\d+m━", colours) and not re.search(r"\x1b\[[0-9;]*m", none)
+    live, dumb = (x.output.replace("\r\n", "\n") for x in train_forked(tmp_path, *runs))
+    assert live.count("\x1b[?25l") == live.count("\x1b[?25h") == 1, "from one process"
+    assert re.search(r"\x1b\[38;5;\d+m━", live)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live)
+    assert re.search("steps ━+ 100%", text)
+    lines = [x for x in re.split(r"[\r\n]+", text) if x.startswith("step ")]
+    assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4"]
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
-    for line in results[0].train:
-        assert line["slowest_data_rank"] == 1, line
-        assert line["slowest_data_wait"] > 0.5, line
-        assert line["data_wait"] == pytest.approx(line["slowest_data_wait"] / 2, abs=0.2), line
 
 
 @pytest.fixture(scope="module")
 def long_runs(tmp_path_factory):
-    """Side by side, on one core each: the compiler works on one for longer than most of the others
-    take together."""
+    """Side by side, on one core each: the compiler works on one for longer than the others take."""
     directory = tmp_path_factory.mktemp("long")
     cache = {
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
@@ -241,27 +171,17 @@ def long_runs(tmp_path_factory):
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
     short = ["--max-steps", 3, "--batch-size", 16]
-    real = ["--data", "cifar10", "--data-dir", REAL_DATA]
-    without_dropout = {
-        "plain": False,
-        "dropout": 0,
-    }  # torch 2.11 does not compile the simple_cnn, an nn.Sequential
+    # Torch 2.11 does not compile simple_cnn, an nn.Sequential.
+    model = {"plain": False, "dropout": 0, "patience": 400, "env": cache}
     runs = {
-        "compiled": (
-            1,
-            "ddp_cifar",
-            [*short, "--compile"],
-            {**without_dropout, "env": cache, "patience": 400},
-        ),
+        "compiled": (1, "ddp_cifar", [*short, "--compile"], model),
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
-        "eager": (1, "ddp_cifar", short, without_dropout),
+        "eager": (1, "ddp_cifar", short, model),
     }
     if HAS_REAL_DATA:
+        real = ["--data", "cifar10", "--data-dir", REAL_DATA]
         real += ["--batch-size", 32, "--max-steps", 60, "--lr", 0.4]
-        runs |= {
-            "fp32": (1, "ddp_cifar", real),
-            "bf16": (1, "amp_cifar", [*real, "--precision", "bf16"]),
-        }
+        runs["real"] = (1, "ddp_cifar", real)
     return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
 
 
@@ -274,13 +194,10 @@ def test_it_learns_synthetic_data(long_runs):
 
 @pytest.mark.slow
 @needs_real_data
-def test_it_learns_cifar10_and_bf16_follows_fp32(long_runs):
-    fp32, bf16 = long_runs["fp32"], long_runs["bf16"]
-    assert fp32.summary["samples"] == 10_000
-    assert fp32.summary["test_accuracy"] > 0.2
-    losses, expected = ([line["loss"] for line in run.train] for run in (bf16, fp32))
-    assert len(losses) == 60 and sum(expected[-5:]) < sum(expected[:5]) - 0.5
-    assert losses != expected and losses == pytest.approx(expected, abs=0.02)
+def test_it_learns_cifar10(long_runs):
+    losses = [line["loss"] for line in long_runs["real"].train]
+    assert len(losses) == 60 and sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.1
+    assert long_runs["real"].summary["test_accuracy"] > 0.2
 
 
 @pytest.mark.slow

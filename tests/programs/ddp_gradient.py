@@ -35,7 +35,7 @@ optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)  # so that the update is
 model, optimizer = accelerator.prepare(plain, optimizer)
 model.train()
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-own = iter(microbatches[2 * mine : 2 * mine + 2])
+own = microbatches[2 * mine : 2 * mine + 2]
 metrics, norm = recipe.train_step(accelerator, model, optimizer, scheduler, own, (0, 1), math.inf)
 assert len(metrics) == 2
 if accelerator.is_main_process:

@@ -1,7 +1,7 @@
 """Run by test_training.py: evaluate test sets of many sizes, most of which divide nothing.
 
-Writes {size: [what the recipe's `evaluate` says over all ranks, what one formula over all samples
-says]} to argv[1], with samples that count equally and with weights.
+Writes {size: [means by the recipe's `evaluate` over all ranks, means by one formula over all
+samples]} to argv[1], with samples that count equally and with weights.
 """
 
 import json
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 recipe = load("recipes/ddp_cifar.py")
 hang = SimpleNamespace(made_progress=lambda: None)
+stop = SimpleNamespace(requested=lambda: 0)
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
@@ -37,23 +38,19 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     prepared, loader = accelerator.prepare(model, DataLoader(dataset, batch_size=4))
     logits = model(inputs)
     losses = F.cross_entropy(logits, labels, reduction="none")
-    hits = logits.argmax(1) == labels
-    weight = labels + 1.0
-    direct = {
-        "test_loss": losses.mean().item(),
-        "test_accuracy": hits.double().mean().item(),
-        "samples": size,
-    }
+    hits = (logits.argmax(1) == labels).double()
     recipe.compute_loss = unweighted
-    answers[size] = [recipe.evaluate(accelerator, prepared, loader, hang), direct]
-    direct = {
-        "test_loss": ((losses * weight).sum() / weight.sum()).item(),
-        "test_accuracy": ((hits * weight).sum() / weight.sum()).item(),
-        "test_positive": (((inputs[:, 0] > 0) * weight).sum() / weight.sum()).item(),
-        "samples": size,
-    }
+    direct = {"test_loss": losses.mean().item(), "test_accuracy": hits.mean().item()}
+    answers[size] = [recipe.evaluate(accelerator, prepared, loader, hang, stop), direct]
     recipe.compute_loss = weighted
-    answers[f"{size} weighted"] = [recipe.evaluate(accelerator, prepared, loader, hang), direct]
+    weight = (labels + 1.0) / (labels + 1.0).sum()
+    direct = {
+        "test_loss": (losses * weight).sum().item(),
+        "test_accuracy": (hits * weight).sum().item(),
+        "test_positive": ((inputs[:, 0] > 0) * weight).sum().item(),
+    }
+    told = recipe.evaluate(accelerator, prepared, loader, hang, stop)
+    answers[f"{size} weighted"] = [told, direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared
