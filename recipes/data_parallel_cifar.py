@@ -245,8 +245,7 @@ class ImageTensors(Dataset):
     normalises a whole batch.
 
     (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
-    int64 out. With `augmentation_seed`: zero padding by 4, a random crop back to H x W, and a
-    horizontal flip with probability 1/2.
+    int64 out. With `augmentation_seed`: zero padding by 4, a random crop, and a random flip.
     """
 
     mean = (0.4914, 0.4822, 0.4465)
