@@ -88,7 +88,7 @@ def test_weights_of_which_nothing_can_be_loaded_are_one_line_and_run_no_code(
     file, tmp_path, capsys
 ):
     (tmp_path / "text").write_text("weights")
-    (tmp_path / "pickle").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "pickle").write_bytes(pickle.dumps(Evil(), protocol=2))
     other = {"body.weight": torch.zeros(3, 4)}
     save_file(other, tmp_path / "other.safetensors", metadata={"format": "pt"})
     torch.save({"0.weight": torch.zeros(7, 4)}, tmp_path / "misfit.pt")

@@ -1,184 +1,56 @@
-"""What a copier gets wrong is told in one line, before the first epoch is over: what was found, and
-what to write instead. No traceback, and nothing twice."""
+"""Mistakes in the functions that a copier writes: one line, before a result is wrong. Most are told
+by a check that is called here, with an `exit_with_error` that raises an exception; some, of which
+processes have to tell each other, by a copy of the recipe."""
 
-import socket
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import LITTLE_DATA, SMALL, copy, forked
+import torch
+from conftest import ACCELERATE, CONFIGS, LITTLE_DATA, SMALL, Exit, copy, load, run
+from torch.utils import data
 
-pytestmark = pytest.mark.slow
+recipe = load("recipes/ddp_cifar.py", exits=True)
+LOSS = torch.rand(8, requires_grad=True)
 
-BUILT = "    return model.to(memory_format=torch.channels_last)"
-TRAINED = "DataLoader(train_set, shuffle=True, drop_last=True, **options)"
-TESTED = "DataLoader(test_set, **options)"
-LOADERS = "    return train_loader, DataLoader(test_set, **options)\n"
-LOSS = '    loss = F.cross_entropy(logits, labels, reduction="none")\n'
-RETURNED = '    return {"loss": loss, "accuracy": logits.argmax(1) == labels}\n'
-GATHERED = "accelerator.gather_for_metrics(sample_rows(metrics))"
-DESCRIBED = "    config = describe(args"
-LAMBDA = "torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
-
-
-def mistake(name, said, *replacements, recipe="ddp_cifar", code=2, **how):
-    """A copy with lines replaced, on two processes; its error has to say `said`."""
-    how = {"processes": 2, **how}
-    return pytest.param(said, code, id=name, marks=pytest.mark.copied(recipe, *replacements, **how))
-
-
-def check(outcome, said, code):
-    lines = [line for line in outcome.output.splitlines() if "error" in line]
-    assert len(lines) == 1, outcome.output
-    assert lines[0].startswith("mine: ") and "error: " in lines[0] and said in lines[0]
-    assert "Traceback" not in outcome.output
-    assert outcome.codes[0] == code and set(outcome.codes) <= {code, -15}, outcome.output
-    assert "test_loss" not in outcome.output, "an epoch was trained first"
-    assert "_cifar" not in outcome.output, "the name of another file"
+RETURNED = {
+    "the scalar of model(...).loss": LOSS.mean(),
+    "a tuple": (LOSS, LOSS),
+    "losses of a detector": {"loss_classifier": LOSS, "loss_box_reg": LOSS},
+    "no loss in eval mode": {"accuracy": LOSS},
+    "a mean": {"loss": LOSS.mean()},
+    "a row per sample": {"loss": LOSS[:, None]},
+    "a metric of each pixel": {"loss": LOSS, "iou": torch.rand(8, 10)},
+    "a metric that is a number": {"loss": LOSS, "iou": 0.5},
+    "a loss that is a number": {"accuracy": LOSS, "loss": 0.5},
+    "a metric that is a mean": {"loss": LOSS, "accuracy": LOSS.mean()},
+}
 
 
-INSTEAD = 'return {"loss": loss}, with one value per sample (reduction="none")'
-TOKENS = 'for tokens, each sequence\'s mean and their number as "weight"'
-ONLY_IN_TRAINING = """    if not model.training:
-        return {"accuracy": logits.argmax(1) == labels}
-"""
-TWICE = """
-per_sample = compute_loss
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_loss_that_is_not_one_value_per_sample_is_an_error(case):
+    with pytest.raises(Exit, match=r"compute_loss: return {") as error:
+        recipe.checked(RETURNED[case])
+    assert 'one value per sample (reduction="none")' in str(error.value)
 
 
-def compute_loss(model, batch):
-    return {name: value.repeat(2) for name, value in per_sample(model, batch).items()}
-"""
+def test_a_loss_and_metrics_of_each_sample_are_no_error():
+    values = {"loss": LOSS, "hit": LOSS > 0.5, "weight": torch.arange(8)}
+    assert recipe.checked(values) is values
 
 
-# By all batches of an epoch, or of an evaluation; the others before the first step.
-ONLY_SEEN_LATER = {"other metrics in each batch", "samples left out of an evaluation"}
+def test_metrics_that_differ_between_batches_are_an_error():
+    metrics = SimpleNamespace(names=[], sums=0)
+    with pytest.raises(Exit, match="compute_loss: return the same keys"):
+        recipe.Metrics.add(metrics, 1, [{"loss": LOSS}, {"loss": LOSS, "hit": LOSS}])
 
 
-def returned(value):
-    return RETURNED, f"    return {value}\n"
-
-
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        mistake(
-            "the scalar of model(...).loss",
-            f"compute_loss returned Tensor: {INSTEAD}, also in evaluations; {TOKENS}",
-            returned("loss.mean()"),
-        ),
-        mistake(
-            "a tuple",
-            f"compute_loss returned tuple: {INSTEAD}",
-            returned("loss, logits.argmax(1) == labels"),
-        ),
-        mistake(
-            "losses of a detector",
-            f"compute_loss returned ['loss_box_reg', 'loss_classifier']: {INSTEAD}",
-            returned('{"loss_classifier": loss, "loss_box_reg": loss}'),
-        ),
-        mistake(
-            "no loss in eval mode",
-            f"compute_loss returned ['accuracy']: {INSTEAD}, also in evaluations",
-            (LOSS, ONLY_IN_TRAINING + LOSS),
-        ),
-        mistake(
-            "a mean",
-            f'compute_loss: "loss" is () and not (B,): {INSTEAD}, also in evaluations; {TOKENS}',
-            returned('{"loss": loss.mean()}'),
-        ),
-        mistake(
-            "a row per sample",
-            'compute_loss: "loss" is (64, 1) and not (B,)',
-            returned('{"loss": loss[:, None]}'),
-            processes=1,
-        ),
-        mistake(
-            "a metric of each pixel",
-            'compute_loss: "iou" is (128, 10) and not (B,)',
-            returned('{"loss": loss, "iou": logits}'),
-        ),
-        mistake(
-            "a metric that is a number",
-            'compute_loss: "iou" is float and not (B,)',
-            returned('{"loss": loss, "iou": 0.5}'),
-        ),
-        mistake(
-            "a loss that is a number, after a metric",
-            'compute_loss: "loss" is float and not (B,)',
-            returned('{"accuracy": logits.argmax(1) == labels, "loss": loss.mean().item()}'),
-        ),
-        mistake(
-            "a metric that is a mean",
-            'compute_loss: "accuracy" is () and not (B,)',
-            returned('{"loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}'),
-        ),
-        mistake(
-            "other metrics in each batch",
-            "compute_loss: return the same keys for every batch",
-            returned('{"loss": loss, f"{time.perf_counter()}": loss}'),
-            processes=1,
-        ),
-        mistake(
-            "two values per sample",
-            "compute_loss: 32 values for a batch of 16 samples",
-            project=TWICE,
-            flags=["--batch-size", 16],
-        ),
-        mistake(
-            "samples left out of an evaluation",
-            "evaluate: 63 of 64 samples counted",
-            (GATHERED, f"{GATHERED}[1:]"),
-            processes=1,
-        ),
-    ],
-)
-def test_what_compute_loss_returns(outcome, said, code, request):
-    check(outcome, said, code)
-    if request.node.callspec.id not in ONLY_SEEN_LATER:
-        assert "step 1/" not in outcome.output
-
-
-ONE_RANK = """    if accelerate.PartialState().process_index == 1:
-        return loss
-"""
-
-
-@pytest.mark.copied("ddp_cifar", (RETURNED, ONE_RANK + RETURNED), processes=2, grace=20)
-def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
-    """The others wait for it, and are ended by the launcher."""
-    lines = [line for line in outcome.output.splitlines() if "error" in line]
-    assert len(lines) == 1, outcome.output
-    assert lines[0].startswith("mine: error: rank 1: compute_loss returned Tensor: ")
-    assert outcome.codes[1] == 2 and outcome.codes[0] != 0
-    assert "Traceback" not in outcome.output
-
-
-BARE = "    raise TypeError('a mistake')\n"
-BARE_ON_ONE = f"    if accelerate.PartialState().process_index == 1:\n    {BARE}"
-
-
-@pytest.mark.parametrize(
-    "rank",
-    [
-        pytest.param(0, marks=pytest.mark.copied("ddp_cifar", (LOSS, BARE + LOSS), processes=2)),
-        pytest.param(
-            1, marks=pytest.mark.copied("ddp_cifar", (LOSS, BARE_ON_ONE + LOSS), processes=2)
-        ),
-    ],
-    ids=["on both ranks", "on one rank"],
-)
-def test_a_bare_exception_is_printed_once_and_names_its_rank(outcome, rank):
-    """Of an exception that all ranks have, the first prints."""
-    head, trace = outcome.output.split("Traceback (most recent call last):\n")
-    assert head.endswith(f"mine: rank {rank} on {socket.gethostname()}:\n"), outcome.output
-    assert " in compute_loss\n" in trace and trace.count("TypeError: a mistake\n") == 1, trace
-    assert outcome.output.count("mine: ") == 1, outcome.output
-    assert outcome.codes[rank] == 1 and outcome.codes[1 - rank] != 0
-
-
-DROP_LAST = "load_data: training needs drop_last=True, the test drop_last=False and some samples"
-EMPTY = "DataLoader(torch.utils.data.Subset(test_set, []), **options)"
-OWN_SAMPLERS = """
-from torch.utils import data as d
+@pytest.mark.parametrize("counted", [7, 9, 16])
+def test_samples_that_are_left_out_or_counted_twice_are_an_error(counted):
+    sums = recipe.sample_rows({"loss": torch.ones(counted)}).sum(0)
+    with pytest.raises(Exit, match=f"compute_loss: {counted} values for 8 samples"):
+        recipe.means(["loss"], sums, 8)
 
 
 class Batches:
@@ -189,238 +61,130 @@ class Batches:
         return 2
 
 
-class RandomSubset(d.SubsetRandomSampler):
-    pass
+class RandomSubset(data.RandomSampler):
+    """Of another type than RandomSampler, it may do anything."""
 
 
-class Stream(d.IterableDataset):
+class Stream(data.IterableDataset):
     def __iter__(self):
         return iter([])
 
 
-def load_data(args, accelerator):
-    data = d.TensorDataset(torch.zeros(24, 3, 8, 8), torch.zeros(24).long())
-    test = DataLoader(data, 8)
-    train = DataLoader(data, 8, drop_last=True)
-    sampler = d.BatchSampler(RandomSubset(range(9)), 8, True)
-    return LOADERS
-"""
-CANNOT_RESUME = {  # what is named: what load_data returns
-    "SubsetRandomSampler": "train, DataLoader(data, 8, sampler=d.SubsetRandomSampler(range(20)))",
-    "WeightedRandomSampler": "DataLoader(data, 8, sampler=d.WeightedRandomSampler([1.0], 9)), test",
-    "DistributedSampler": "DataLoader(data, 8, sampler=d.DistributedSampler(data, 2, 0)), test",
-    "Batches": "DataLoader(data, batch_sampler=Batches()), test",
-    "RandomSubset": "DataLoader(data, batch_sampler=sampler), test",
-    "Stream": "DataLoader(Stream(), 8), test",
+SAMPLES = list(range(24))  # a list is a dataset, too
+TRAIN = data.DataLoader(SAMPLES, 8, shuffle=True, drop_last=True)
+TEST = data.DataLoader(SAMPLES, 8)
+RANDOM = RandomSubset(SAMPLES)
+WEIGHTED = data.WeightedRandomSampler([1.0] * 24, 9)
+OF_TWO_PROCESSES = data.DistributedSampler(SAMPLES, 2, 0)
+
+
+class OwnBatchSampler(data.BatchSampler):
+    pass
+
+
+LOADERS = {
+    "one loader": TRAIN,
+    "three loaders": (TRAIN, TEST, TEST),
+    "datasets": (SAMPLES, SAMPLES),
+    "a test without the last samples": (TRAIN, TRAIN),
+    "training with a smaller last batch": (TEST, TEST),
+    "an empty test set": (TRAIN, data.DataLoader(data.Subset(SAMPLES, []), 8)),
+    "a sampler of some samples": (TRAIN, data.DataLoader(SAMPLES, 8, sampler=RANDOM)),
+    "weighted": (data.DataLoader(SAMPLES, 8, sampler=WEIGHTED, drop_last=True), TEST),
+    "divided": (data.DataLoader(SAMPLES, 8, sampler=OF_TWO_PROCESSES, drop_last=True), TEST),
+    "own batches": (data.DataLoader(SAMPLES, batch_sampler=Batches()), TEST),
+    "an own batch sampler": (
+        data.DataLoader(
+            SAMPLES, batch_sampler=OwnBatchSampler(data.RandomSampler(SAMPLES), 8, True)
+        ),
+        TEST,
+    ),
+    "a stream": (data.DataLoader(Stream(), 8, drop_last=True), TEST),
 }
 
 
-def loaders(value):
-    return LOADERS, LOADERS.replace("train_loader, DataLoader(test_set, **options)", value)
+@pytest.mark.parametrize("case", LOADERS)
+def test_loaders_that_cannot_be_resumed_exactly_are_an_error(case):
+    with pytest.raises(Exit, match="load_data: "):
+        recipe.reproducible(LOADERS[case], seed=0)
 
 
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        mistake(
-            "one loader",
-            "load_data returned DataLoader: return two DataLoaders, training and test",
-            loaders("train_loader"),
-        ),
-        mistake(
-            "three loaders",
-            "load_data returned DataLoader, DataLoader, DataLoader: return two DataLoaders",
-            loaders("train_loader, DataLoader(test_set, **options), train_loader"),
-        ),
-        mistake(
-            "datasets",
-            "load_data returned ImageTensors, ImageTensors: return two DataLoaders",
-            loaders("train_set, test_set"),
-        ),
-        mistake(
-            "no loaders",
-            "load_data returned NoneType: return two DataLoaders",
-            loaders("None"),
-            processes=1,
-        ),
-        mistake(
-            "a test set without the rest",
-            DROP_LAST,
-            loaders("train_loader, DataLoader(test_set, drop_last=True, **options)"),
-            processes=1,
-        ),
-        mistake("an empty test set", DROP_LAST, (TESTED, EMPTY), processes=1),
-        mistake(
-            "training with the rest",
-            DROP_LAST,
-            (TRAINED, TRAINED.replace("drop_last=True, ", "")),
-            processes=1,
-        ),
-        *[
-            mistake(
-                name,
-                "load_data: cannot resume " + ("Stream" if name == "Stream" else "TensorDataset"),
-                project=OWN_SAMPLERS.replace("LOADERS", value),
-                processes=1,
-            )
-            for name, value in CANNOT_RESUME.items()
-        ],
-    ],
-)
-def test_what_load_data_returns(outcome, said, code, request):
-    check(outcome, said, code)
-    name = request.node.callspec.id
-    assert name in outcome.output or name not in CANNOT_RESUME
+def test_loaders_of_any_dataset_with_a_length_and_an_index_are_no_error():
+    train_loader, test_loader = recipe.reproducible((TRAIN, TEST), seed=0)
+    assert len(list(train_loader)) == 3 and next(iter(test_loader)).tolist() == SAMPLES[:8]
 
 
-OWN_STATE = """    from types import SimpleNamespace
-    states["own"] = SimpleNamespace(state_dict=lambda: {"path": Path("x")})
-"""
+def test_a_model_in_eval_mode_is_an_error():
+    """As from_pretrained returns it: dropout and BatchNorm would not train."""
+    with pytest.raises(Exit, match=r"build_model: .* eval mode.*return model.train\(\)"):
+        recipe.load_weights(torch.nn.Linear(2, 2).eval(), None)
 
 
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        mistake(
-            "a model in eval mode",
-            "build_model: the model is in eval mode, as from_pretrained returns it: "
-            "return model.train()",
-            (BUILT, f"    model.eval()\n{BUILT}"),
-        ),
-        mistake(
-            "a state that cannot be read again",
-            "error: cannot write step-00000002.pt (UnpicklingError(",
-            (DESCRIBED, OWN_STATE + DESCRIBED),
-            flags=["--batch-size", 64],
-            code=1,
-        ),
-        mistake(
-            "OneCycle that is not finite",
-            "error: loss or weights are not finite on ranks [0, 1], since a step between",
-            (LAMBDA, "torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e30, 9)"),
-            flags=["--max-steps", 6, "--batch-size", 16],
-            code=1,
-        ),
-    ],
-)
-def test_the_model_its_state_and_its_schedule(outcome, said, code):
-    check(outcome, said, code)
+def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
+    accelerator = SimpleNamespace(is_main_process=True)
+    states = {"own": SimpleNamespace(state_dict=lambda: {"path": Path("x")})}
+    checkpoints = recipe.Checkpoints(accelerator, {"output_dir": str(tmp_path)}, states)
+    with pytest.raises(Exit, match=r"cannot write .*step-00000001.pt.*UnpicklingError"):
+        checkpoints.save(1, "")
+    assert list(tmp_path.iterdir()) == []
 
 
-OWN_FORWARD = """
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 10)
-
-    def forward(self, x):
-        return self.second((x + self.first(x)).mean((2, 3)))
+def mistake(*replacements, flags=()):
+    return pytest.mark.copied("ddp_cifar", *replacements, flags=flags, processes=2)
 
 
-def build_model(args):
-    return Residual()
-"""
-SUBCLASS = """
-class Residual(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) + 1
+def the_line(outcome):
+    """The one error line. The test ends the other process as the launcher does."""
+    (line,) = [line for line in outcome.output.splitlines() if line.startswith("mine: error: ")]
+    assert "_cifar" not in outcome.output, "the name of another file"
+    assert 2 in outcome.codes and 0 not in outcome.codes, outcome.output
+    return line
 
 
-def build_model(args):
-    return Residual(nn.Flatten(), nn.Linear(3072, 10))
-"""
-TIED = """
-def build_model(args):
-    first, second, third = nn.Flatten(), nn.Linear(3072, 3072), nn.Linear(3072, 3072)
-    third.weight = second.weight
-    return nn.Sequential(first, second, nn.ReLU(), third, nn.Linear(3072, 10))
-"""
-TIED_ROOT = """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(nn.Linear(32, 10), nn.ReLU()), nn.Linear(32, 10)
-        self.head.weight = self.blocks[0].weight
+RETURN = '    return {"loss": loss, "accuracy": logits.argmax(1) == labels}\n'
+ON_RANK_1 = "    if accelerate.PartialState().process_index == 1 and model.training:\n"
 
 
-def build_model(args):
-    return Model()
-"""
-NO_PARAMETERS = """
-def build_model(args):
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.ReLU(), nn.Dropout(0.1))
-"""
-SIDES = '"collate_fn": tuple', '"collate_fn": lambda batch: {"x": 1, "y": 2}'
-THREE = '"collate_fn": tuple', '"collate_fn": lambda batch: (*batch, batch[1])'
-OTHER = TESTED, 'DataLoader(test_set, **options | {"batch_size": 16})'
+@mistake((RETURN, f"{ON_RANK_1}        return loss\n{RETURN}"))
+def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
+    """The other one waits for it, and has nothing to say."""
+    assert the_line(outcome).startswith("mine: error: rank 1: compute_loss: return {")
+    assert outcome.codes[1] == 2 and "step 1/" not in outcome.output
 
 
-def pipeline(name, said, *replacements, **how):
-    return mistake(name, said, *replacements, recipe="pipeline_cifar", **how)
+@mistake(("(sample_rows(metrics)).sum(0)", "(sample_rows(metrics))[1:].sum(0)"))
+def test_a_sample_that_is_left_out_of_an_evaluation_is_told_at_its_end(outcome):
+    assert "compute_loss: 63 values for 64 samples" in the_line(outcome)
 
 
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        pipeline("own forward", "cannot cut Residual", project=OWN_FORWARD),
-        pipeline("own Sequential", "cannot cut Residual", project=SUBCLASS),
-        pipeline("a parameter in both", "the two stages share a parameter", project=TIED),
-        pipeline(
-            "a stage without parameters",
-            "argument --split: cut before 2, the second stage would have no parameters",
-            project=NO_PARAMETERS,
-        ),
-        pipeline(
-            "other shapes in the test set",
-            "[(128, 3, 32, 32), (128,)], and not [(16, 3, 32, 32), (16,)]",
-            OTHER,
-        ),
-        pipeline("a dictionary", "a batch has to be two tensors", SIDES),
-        pipeline("three tensors", "a batch has to be two tensors", THREE),
-    ],
-)
-def test_what_a_pipeline_cannot_train(outcome, said, code):
-    check(outcome, said, code)
+IMAGES = "    images, labels = batch\n"
 
 
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        mistake(
-            "tied with the root",
-            "shard_units: blocks.0.weight is in more than one unit, or in one and the root",
-            recipe="sharded_cifar",
-            project=TIED_ROOT,
-        ),
-        mistake(
-            "tied with another unit",
-            "shard_units: 1.weight is in more than one unit, or in one and the root",
-            recipe="sharded_cifar",
-            project=TIED,
-        ),
-    ],
-)
-def test_what_cannot_be_sharded(outcome, said, code):
-    check(outcome, said, code)
-
-
-def test_weights_that_are_not_finite_on_one_rank_name_it(tmp_path):
+@mistake((IMAGES, f"{IMAGES}{ON_RANK_1}        images = images * math.nan\n"))
+def test_a_model_that_is_not_finite_on_one_rank_is_not_saved(outcome):
     """Its gradient spoils the others' weights in the same step, but not their loss."""
-    spoil = (
-        "    images, labels = batch\n",
-        (
-            "    images, labels = batch\n"
-            "    if accelerate.PartialState().process_index == 1 and model.training:\n"
-            "        images = images * math.nan\n"
-        ),
-    )
-    script = copy("ddp_cifar", tmp_path / "mine.py", LITTLE_DATA, spoil)
-    flags = [*SMALL, "--max-steps", 2, "--log-every", 1, "--output-dir", "run"]
-    run = {"processes": 2, "script": script, "flags": flags, "directory": tmp_path}
-    ((codes, output),) = forked([run], tmp_path)
-    assert codes == [1, 1]
-    expected = (
-        "mine: error: loss or weights are not finite on ranks [1], since a step between 1 and 1"
-    )
-    assert output.count(expected) == 1 and "Traceback" not in output, output
-    assert not list((tmp_path / "run").glob("step-*"))
+    assert "loss or weights are not finite at step 1" in the_line(outcome)
+    assert not list((outcome.directory / "run").glob("step-*"))
+
+
+SCHEDULE = "torch.optim.lr_scheduler.LambdaLR\n"
+
+
+@mistake(
+    (SCHEDULE, "lambda optimizer, _: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e30, 9)\n"),
+    flags=["--max-steps", 4, "--batch-size", 16, "--log-every", 3],
+)
+def test_a_schedule_that_makes_weights_infinite_between_two_lines_is_told(outcome):
+    assert "are not finite at step 3" in the_line(outcome)
+
+
+@pytest.mark.slow
+def test_an_exception_of_one_rank_is_shown_by_the_launcher_with_its_traceback(tmp_path):
+    bare = f"{ON_RANK_1}        raise TypeError('a mistake')\n"
+    script = copy("ddp_cifar", tmp_path / "mine.py", LITTLE_DATA, (RETURN, bare + RETURN))
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], script, *SMALL]
+    process = run(command, cwd=tmp_path, check=False)
+    assert process.returncode == 1
+    first = process.stderr[process.stderr.index("Root Cause (first observed failure)") :]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", first), first
+    assert " in compute_loss\n" in first and "TypeError: a mistake\n" in first, first
