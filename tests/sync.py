@@ -9,7 +9,7 @@ from pathlib import Path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 REFERENCE = RECIPES / "ddp_cifar.py"
-COPIES = [RECIPES / f"{name}_cifar.py" for name in ("amp", "data_parallel", "pipeline", "sharded")]
+COPIES = [RECIPES / f"{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
 
 
 def machinery(path):
