@@ -7,9 +7,11 @@ JSON:
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every
 process appends a digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance
 happens to a process at the n-th step since its start: a signal by its name, "nan", which spoils the
-step's batches, or "inf", which spoils its gradient. `save` kills the main process at the n-th
-moment before or after an operation on the disk. `plain` leaves the recipe's simple_cnn, `device`
-"cuda" leaves out `--cpu`, `dropout` is its probability, and the samples are divided by `fewer`.
+step's batches, "inf", which spoils its gradient, or "stall"; those of RANK.1 happen where the
+launcher has restarted it once. `save` kills the main process at the n-th
+moment before or after an operation on the disk. `code` is executed first. `plain` leaves the
+recipe's simple_cnn, `device` "cuda" leaves out `--cpu`, `dropout` is its probability, and the
+samples are divided by `fewer`.
 """
 
 import collections
@@ -27,7 +29,6 @@ from types import SimpleNamespace
 import torch
 from conftest import load
 from torch import nn
-from torch.distributed import distributed_c10d
 
 
 class Compiled(nn.Sequential):
@@ -50,14 +51,10 @@ def watch_batches(recipe, directory, when, what):
     train_step = recipe.train_step
     steps = itertools.count(1)
 
-    def recorded(microbatches, spoil):
-        for images, labels in microbatches:
-            if spoil:
-                images.fill_(torch.nan)
-            with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
-                content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
-                file.write(hashlib.sha256(content).hexdigest() + "\n")
-            yield images, labels
+    def record(images, labels):
+        content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
+        with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(hashlib.sha256(content).hexdigest() + "\n")
 
     def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
         disturbance = what if next(steps) == when else None
@@ -65,10 +62,15 @@ def watch_batches(recipe, directory, when, what):
         if disturbance == "inf":
             first = next(model.parameters())
             handle = first.register_hook(lambda gradient: gradient * torch.inf)
+        elif disturbance == "stall":
+            time.sleep(1000)
         elif disturbance not in (None, "nan"):
             os.kill(os.getpid(), signal.Signals[disturbance])
-        batches = recorded(microbatches, disturbance == "nan")
-        values = train_step(accelerator, model, optimizer, scheduler, batches, *more)
+        for images, labels in microbatches:
+            if disturbance == "nan":
+                images.fill_(torch.nan)
+            record(images, labels)
+        values = train_step(accelerator, model, optimizer, scheduler, microbatches, *more)
         if handle:
             handle.remove()
         return values
@@ -77,21 +79,23 @@ def watch_batches(recipe, directory, when, what):
 
 
 def kill_while_saving(recipe, operation, moment):
-    """Before and after every operation on the disk: the n-th such moment of one kind is the
-    process's last. With the operation "record", `moment` is a file: it gets the kinds of all
-    moments until the end of the first save."""
+    """Before and after every operation on the disk in a save: the n-th such moment of one kind is
+    the process's last. With the operation "record", `moment` is a file: it gets the kinds of all
+    moments of the first save."""
     moments = collections.Counter()
     kinds = []
+    saving = False
 
     def watched(function, name):
         def with_moments(*arguments, **options):
             for after in (False, True):
                 if after:
                     result = function(*arguments, **options)
-                if name == operation and moments[name] == moment:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                moments[name] += 1
-                kinds.append(name)
+                if saving:
+                    if name == operation and moments[name] == moment:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    moments[name] += 1
+                    kinds.append(name)
             return result
 
         return with_moments
@@ -110,14 +114,18 @@ def kill_while_saving(recipe, operation, moment):
         def __exit__(self, *error):
             self.file.close()
 
-    def recorded_save(*arguments):
-        save(*arguments)
-        Path(moment).write_text("\n".join(kinds))
-        recipe.Checkpoints.save = save
+    save = recipe.Checkpoints.save
 
-    if operation == "record":
-        save = recipe.Checkpoints.save
-        recipe.Checkpoints.save = recorded_save
+    def watched_save(*arguments):
+        nonlocal saving
+        saving = True
+        save(*arguments)
+        saving = False
+        if operation == "record":
+            Path(moment).write_text("\n".join(kinds))
+            recipe.Checkpoints.save = save
+
+    recipe.Checkpoints.save = watched_save
 
     class WatchedPath(type(recipe.Path())):
         unlink = watched(type(recipe.Path()).unlink, "unlink")
@@ -130,42 +138,27 @@ def kill_while_saving(recipe, operation, moment):
     )
 
 
-def watch_the_default_group():
-    """On GPUs it takes objects through their memory: large ones have to go another way, by a group
-    of the hosts."""
-    pack = distributed_c10d._object_to_tensor
-
-    def watched(value, device, group, *more):
-        packed = pack(value, device, group, *more)
-        assert len(packed[0]) < 20_000 or group not in (None, distributed_c10d.GroupMember.WORLD)
-        return packed
-
-    distributed_c10d._object_to_tensor = watched
-
-
 def train(run, prepare=lambda recipe: None):
+    exec(run.get("code", ""), {})
     recipe = load(f"recipes/{run['recipe']}.py")
     small = recipe.synthetic_images
     recipe.synthetic_images = lambda samples, seed: small(samples // run.get("fewer", 8), seed)
     if not run.get("plain"):  # dropout is a process's own
         recipe.build_model = partial(build_model, dropout=run.get("dropout", 0.2))
-        watch_the_default_group()
     os.makedirs(run["directory"], exist_ok=True)
     rank = os.environ.get("RANK", "0")
-    watch_batches(recipe, run["directory"], *run.get("disturbances", {}).get(rank, (0, None)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = rank if attempt == "0" else f"{rank}.{attempt}"
+    watch_batches(recipe, run["directory"], *run.get("disturbances", {}).get(name, (0, None)))
     if rank == "0":
         kill_while_saving(recipe, *run.get("save", (None, 0)))
     prepare(recipe)
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
     flags += [] if run.get("device") == "cuda" else ["--cpu"]
-    sys.argv = [
-        str(word)
-        for word in (run["recipe"], *flags, "--output-dir", run["directory"], *run["flags"])
-    ]
-    if rank == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        time.sleep(
-            3
-        )  # long enough for the others to find what the dead processes left in the launcher's store
+    flags += ["--output-dir", run["directory"], *run["flags"]]
+    sys.argv = [run["recipe"], *map(str, flags)]
+    if rank == "0" and attempt != "0":
+        time.sleep(3)  # so that the others find what the dead ranks left in the launcher's store
     recipe.main()
 
 
