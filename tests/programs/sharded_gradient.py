@@ -7,7 +7,8 @@ and in the main process the same step of the whole model, over the same samples 
 way: BatchNorm normalises over a process's batch.
 Writes the largest deviation of a gradient, the largest gradient, how many bytes each process holds
 of parameters, gradients and momentum, how many the whole model has, how many the parameters of the
-largest unit and of what is in none, and the most that were whole at a time.
+largest unit and of the root have, the most that were unsharded at a time, and the timeouts of the
+mesh's process groups.
 """
 
 import json
@@ -27,14 +28,7 @@ BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1
 recipe = load("recipes/sharded_cifar.py")
 path, replicas = sys.argv[1], int(sys.argv[2])
 accelerator = Accelerator(cpu=True)
-args = SimpleNamespace(
-    precision="fp32",
-    replicas=replicas,
-    activation_checkpointing=sys.argv[3] == "True",
-    cpu_offload=False,
-)
-accelerator.cpu_group = None
-mesh = recipe.make_mesh(accelerator, args)
+mesh = recipe.make_mesh(accelerator, replicas)
 
 
 class NarrowResNet(torchvision.models.ResNet):
@@ -46,21 +40,39 @@ class NarrowResNet(torchvision.models.ResNet):
         return super()._make_layer(block, planes // 4, *more, **options)
 
 
-def size(parameter):
-    return parameter.numel() * parameter.element_size()
+def build_model(args):
+    torch.manual_seed(0)
+    return NarrowResNet().double().to(memory_format=torch.channels_last)
 
 
-torch.manual_seed(0)
-whole = NarrowResNet().double() if accelerator.is_main_process else None
-with torch.device("meta"):
-    model = NarrowResNet().double()
-units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(model)]
-unit, root = max(units), sum(size(p) for p in model.parameters()) - sum(units)
-recipe.shard(model, args, mesh)
-recipe.send_weights(whole, model, accelerator, mesh, offload=False)
+def size(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def held_bytes(model, optimizer):
+    """Bytes of parameters, gradients and momentum on this process, with padding."""
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in local}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+recipe.build_model = build_model
+whole = build_model(None)
+units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(whole)]
+root = sum(size(p) for p in whole.parameters()) - sum(units)
+args = SimpleNamespace(
+    weights=None, precision="fp32", activation_checkpointing=sys.argv[3] == "True"
+)
+model = recipe.build_sharded_model(args, accelerator, mesh)
 gathered = []
-# Where the parameters are, on which FSDP puts whole ones for a while: `model.parameters()` would
-# search for them, in 360 calls.
+# Where the parameters are, on which FSDP puts unsharded ones for a while: `model.parameters()`
+# would search for them, in 360 calls.
 places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
 
 
@@ -79,33 +91,29 @@ for module in model.modules():
 images, labels = recipe.synthetic_images(BATCH * accelerator.num_processes, seed=4)
 images = images.permute(0, 3, 1, 2).double().sub(128).div(64)
 batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
-
-
-def make_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 optimizer = make_optimizer(model)
-mine = recipe.held_after_first_step(model, optimizer)
-accelerator.backward(
-    recipe.mean_loss(recipe.compute_loss(model, batches[accelerator.process_index]))
-)
+recipe.compute_loss(model, batches[accelerator.process_index])["loss"].mean().backward()
 gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 optimizer.step()
-held = utils.gather_object([sum(mine.values())])
+held = utils.gather_object([held_bytes(model, optimizer)])
 if accelerator.is_main_process:
     for batch in batches:
-        (recipe.mean_loss(recipe.compute_loss(whole, batch)) / len(batches)).backward()
-    whole_optimizer = make_optimizer(whole)
-    everything = recipe.held_after_first_step(whole, whole_optimizer)
+        (recipe.compute_loss(whole, batch)["loss"].mean() / len(batches)).backward()
     expected = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    whole_optimizer = make_optimizer(whole)
     whole_optimizer.step()
-    answer = {"held": held, "whole": sum(everything.values()), "unit": unit, "root": root}
-    answer["gathered"] = max(gathered)
-    answer["deviation"] = max(
-        (gradients[name] - value).abs().max().item() for name, value in expected.items()
-    )
-    answer["largest"] = max(value.abs().max().item() for value in expected.values())
+    differences = [(gradients[name] - value).abs().max() for name, value in expected.items()]
+    groups = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+    answer = {
+        "deviation": max(differences).item(),
+        "largest": max(value.abs().max().item() for value in expected.values()),
+        "held": held,
+        "whole": held_bytes(whole, whole_optimizer),
+        "unit": max(units),
+        "root": root,
+        "gathered": max(gathered),
+        "timeouts": [group.options._timeout.total_seconds() for group in groups],
+    }
     Path(path).write_text(json.dumps(answer))
 model, optimizer = accelerator.free_memory(model, optimizer)
 accelerator.end_training()
