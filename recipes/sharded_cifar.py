@@ -1057,6 +1057,11 @@ def build_sharded_model(args, accelerator, mesh):
         whole = load_weights(build_model(args), args.weights)
         # Contiguous: torch sends the elements in the order in which they are in memory.
         weights = {name: x.contiguous() for name, x in whole.state_dict().items()}
+    if accelerator.cpu_group:
+        try:
+            distributed.barrier(accelerator.cpu_group)
+        except RuntimeError:
+            exit_with_error("the main process has not built the model")
     with torch.device("meta"):  # shapes without memory
         model = build_model(args)
     check_units(model)
