@@ -1,170 +1,184 @@
 """A rank that stalls is named, and the run ends; a slow one is left alone."""
 
-import json
-import os
 import re
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack, contextmanager
 
 import pytest
-from conftest import ACCELERATE, CONFIGS, PROGRAMS, ROOT, forked, outputs
+from conftest import PROGRAMS, SMALL, copy, forked
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = ROOT / "tests/programs/stalling_training.py"
 HOST = socket.gethostname()
 TIMEOUT = 6  # seconds
-IN_COMPUTE_LOSS = "it is at line {line}, in compute_loss"
-IN_TIMED = ", in timed)"
-SILENT = "it was stopped or killed, or its machine or network is gone"
-SKIPPED = "all wait for others, or for the device: one has left out a collective operation"
+SLEEP, STOP = "time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"
+HERE = """
+calls = count(1)
 
-CASES = {  # processes, recipe, what stalls where, what is said of it
-    "is stopped in training": (2, "sharded_cifar", "training", "SIGSTOP", SILENT),
-    "is stopped in training, of four": (4, "pipeline_cifar", "training", "SIGSTOP", SILENT),
-    "is stopped in evaluation": (2, "pipeline_cifar", "evaluation", "SIGSTOP", SILENT),
-    "is stopped while saving": (2, "sharded_cifar", "saving", "SIGSTOP", SILENT),
-    "sleeps in training": (2, "pipeline_cifar", "training", "sleep", IN_COMPUTE_LOSS),
-    "sleeps in training, of four": (4, "amp_cifar", "training", "sleep", IN_COMPUTE_LOSS),
-    "sleeps in evaluation": (2, "sharded_cifar", "evaluation", "sleep", IN_COMPUTE_LOSS),
-    "sleeps in its dataset": (2, "ddp_cifar", "dataset", "sleep", IN_TIMED),
-    "sleeps in a worker": (2, "pipeline_cifar", "worker", "sleep", IN_TIMED),
-    "skips a collective": (2, "ddp_cifar", "training", "skip", SKIPPED),
-    "is alone": (1, "data_parallel_cifar", "training", "sleep", IN_COMPUTE_LOSS),
-}
-SLOW = ["ddp_cifar", "sharded_cifar"]
-LAUNCHED = "under a launcher"
-BUSY = """
-import os, sys, time
 
-parent = os.getppid()
-begin, end = sys.argv[1:]
-while os.getppid() == parent and not os.path.exists(end):
-    if not os.path.exists(begin):
-        time.sleep(0.1)
+def here(call):
+    return int(os.environ.get("RANK", 0)) == RANK and next(calls) == call
 """
-LOSS_LINE = "    logits = model(images)\n"
+# A function of the copier's own is not taken for waiting or saving, whatever its name is.
+IN_COMPUTE_LOSS = """
+plain_loss = compute_loss
 
 
-def loss_line(recipe):
-    """Return the number of the line in which `compute_loss` calls the model."""
-    before, _ = (ROOT / f"recipes/{recipe}.py").read_text().split(LOSS_LINE)
-    return before.count("\n") + 1
+def log(call):
+    if here(call):
+        STALL
 
 
-def described(directory, name, processes, recipe, where, how, *more_flags, **more):
-    flags = ["--hang-timeout", TIMEOUT, "--epochs", 1000, *more_flags]
-    flags += ["--checkpoint-every", 4] if where in ("saving", "slowly") else []
-    if how != "skip":  # what the first line does for the first time is part of the first step, then
-        flags += ["--log-every", 1]
-    flags += ["--output-dir", directory / name.replace(" ", "-")]
-    run = {"recipe": recipe, "rank": processes - 1, "where": where, "how": how}
-    run |= {"flags": [*map(str, flags)], "seconds": 1.25 * TIMEOUT}
-    common = {"script": PROGRAM, "directory": directory, "processes": processes}
-    return {**common, "grace": 10, "patience": 240, "flags": [json.dumps(run)], **more}
+def compute_loss(model, batch):
+    log(9)
+    return plain_loss(model, batch)
+"""
+IN_EVALUATION = IN_COMPUTE_LOSS.replace("    log(9)", "    model.training or log(2)")
+IN_DATASET = """
+plain_items = ImageTensors.__getitems__
 
 
-@contextmanager
-def started(commands, **options):
-    """Start processes, and kill them in the end. Yield the first."""
-    with ExitStack() as stack:
-        processes = [subprocess.Popen(command, **options) for command in commands]
-        for process in processes:
-            stack.enter_context(process)
-            stack.callback(process.kill)
-        yield processes[0]
+def save(images, indices):
+    if here(9):
+        STALL
+    return plain_items(images, indices)
 
 
-def launch_command(directory):
-    flags = ["--checkpoint-every", 4, "--epochs", 1]
-    run = described(directory, LAUNCHED, 2, "ddp_cifar", "training", "sleep", *flags)
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--max_restarts", "1", PROGRAM]
-    return [*command, *run["flags"]]
+ImageTensors.__getitems__ = save
+"""
+IN_WORKER = """
+class Stalling(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        if here(100):
+            STALL
+        return super().__getitem__(index)
+
+
+def load_data(args, accelerator):
+    data = Stalling(torch.randn(320, 3, 8, 8), torch.zeros(320, dtype=torch.int64))
+    loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True, num_workers=1)
+    return loader, DataLoader(data, args.batch_size)
+"""
+# A collective that only one rank calls.
+ONE_SIDED = """
+plain_loss = compute_loss
+group = None
+
+
+def compute_loss(model, batch):
+    global group
+    group = group or distributed.new_group(backend="gloo")
+    if here(9):
+        distributed.barrier(group)
+    return plain_loss(model, batch)
+"""
+SETTING_UP = """
+plain_choice = choose_device
+
+
+def choose_device(args):
+    if here(1):
+        STALL
+    return plain_choice(args)
+"""
+SLOW = f"""
+plain_load, plain_save, plain_loss = load_data, Checkpoints.collect_states, compute_loss
+
+
+def load_data(args, accelerator):
+    time.sleep({1.25 * TIMEOUT})
+    return plain_load(args, accelerator)
+
+
+def collect_slowly(checkpoints):
+    time.sleep({1.25 * TIMEOUT})
+    return plain_save(checkpoints)
+
+
+def compute_loss(model, batch):
+    time.sleep(0 if model.training else {0.25 * TIMEOUT})
+    return plain_loss(model, batch)
+
+
+Checkpoints.collect_states = collect_slowly
+"""
+CASES = {  # (processes, recipe, where it stalls, how, the function that is named)
+    "stalls in training": (2, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
+    "stalls in training, of four": (4, "amp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
+    "stalls in a pipeline": (4, "pipeline_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
+    "stalls while the others wait for its shard": (2, "sharded_cifar", IN_EVALUATION, SLEEP, "log"),
+    "stalls in its dataset": (2, "ddp_cifar", IN_DATASET, SLEEP, "save"),
+    "stalls in a worker": (2, "pipeline_cifar", IN_WORKER, SLEEP, "left_in"),
+    "is stopped": (2, "sharded_cifar", IN_COMPUTE_LOSS, STOP, None),
+    "is stopped, of four": (4, "pipeline_cifar", IN_COMPUTE_LOSS, STOP, None),
+    "calls a collective alone": (2, "ddp_cifar", ONE_SIDED, "", None),
+    "is alone": (1, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
+}
+OTHERS = {
+    "is slow": (2, "ddp_cifar", SLOW, "", None),
+    "stalls while it is set up": (2, "ddp_cifar", SETTING_UP, SLEEP, None),
+}
+
+
+def described(directory, name, processes, recipe, where, how, _):
+    directory = directory / name.replace(" ", "-")
+    directory.mkdir()
+    project = (HERE + where).replace("STALL", how)
+    project = project.replace("== RANK", f"== {processes - 1}")
+    little = "synthetic_images(5120", "synthetic_images(320"
+    fewer = "synthetic_images(1024", "synthetic_images(160"
+    script = copy(recipe, directory / "mine.py", little, fewer, project=project)
+    flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
+    flags += ["--epochs", 1] if name == "is slow" else ["--epochs", 1000]
+    run = {"processes": processes, "script": script, "directory": directory, "flags": flags}
+    return {**run, "grace": 10, "patience": 20 if where == SETTING_UP else 240}
 
 
 @pytest.fixture(scope="module")
 def stalled(tmp_path_factory):
-    """[exit codes, output] of all cases, eight at a time, since they mostly wait; meanwhile, of the
-    one under a launcher. Each core is busy during a slow run."""
+    """{name: [exit codes, output], the copy's lines}, of runs that mostly wait: eight at a time."""
     directory = tmp_path_factory.mktemp("hangs")
-    slowly = ["--epochs", 1, "--batch-size", 8]
-    runs = {
-        **{f"slow {x}": described(directory, x, 2, x, "slowly", "sleep", *slowly) for x in SLOW},
-        "setting up": described(
-            directory, "setting up", 2, "ddp_cifar", "setting-up", "sleep", patience=25
-        ),
-        **{name: described(directory, name, *case[:4]) for name, case in CASES.items()},
-    }
-    loaded = [directory / SLOW[-1] / name for name in ("run.lock", "summary.json")]
-    busy = [sys.executable, "-c", BUSY, *loaded]
-    printed = directory / "launched.txt"
-    options = {"cwd": directory, "env": {**os.environ, **PROGRAMS}, "stderr": subprocess.STDOUT}
-    with (
-        open(printed, "w") as file,
-        started([launch_command(directory)], stdout=file, **options) as launched,
-        started([busy] * os.cpu_count()),
-    ):
-        answers = forked(list(runs.values()), directory, together=8, **PROGRAMS)
-        code = launched.wait(120)
-    answers.append([[code], printed.read_text()])
-    return dict(zip([*runs, LAUNCHED], answers, strict=True))
-
-
-def the_error(output):
-    (line,) = [line for line in output.splitlines() if re.match(r"\w+: error: ", line)]
-    return line
+    cases = {**CASES, **OTHERS}
+    runs = [described(directory, name, *case) for name, case in cases.items()]
+    answers = forked(runs, directory, together=8, **PROGRAMS)
+    lines = [run["script"].read_text().splitlines() for run in runs]
+    return dict(zip(cases, zip(answers, lines, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_that_stalls_is_named_and_the_run_ends(stalled, name):
-    processes, recipe, _, how, said = CASES[name]
-    codes, output = stalled[name]
+def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
+    processes, _, where, how, function = CASES[name]
+    (codes, output), lines = stalled[name]
     assert 0 not in codes, output
-    line = the_error(output)
-    assert f"for {TIMEOUT} s" in line, line
-    assert said.format(line=loss_line(recipe)) in line, line
-    named = re.findall(r"rank (\d) on (\S+) \(", line)
-    ranks = range(processes) if how == "skip" else [processes - 1]
-    assert named == [(str(rank), HOST) for rank in ranks], line
-    live = processes - 1 if how == "SIGSTOP" else processes
-    stacks = re.findall(rf"rank (\d) on {HOST}: no progress for {TIMEOUT} s, at\n  File", output)
-    assert len(set(stacks)) == live, "each rank that can speak prints where it is\n" + output
-    assert "not reached the end of step" in line
+    error = rf"^mine: error: no step for {TIMEOUT} s because of (.*)$"
+    (named,) = re.findall(error, output, re.MULTILINE)
+    if where == ONE_SIDED:
+        assert re.findall(r"rank (\d)", named) == ["0", "1"], "each waits for the other"
+    elif how == STOP:
+        assert named == f"rank {processes - 1} on {HOST} (no report)"
+    else:
+        place = re.fullmatch(rf"rank {processes - 1} on {HOST} \(line (\d+), in (\w+)\)", named)
+        assert place and place[2] == function, named
+        line = SLEEP if where != IN_WORKER else "microbatches = list("
+        assert line in lines[int(place[1]) - 1]
+    stacks = re.findall(
+        rf"^mine: no step for {TIMEOUT} s, rank (\d) on {HOST} is at\n  File", output, re.M
+    )
+    live = range(processes - (how == STOP))
+    assert sorted(set(map(int, stacks))) == list(live), "each rank prints where it is"
+    assert how == STOP or where in (ONE_SIDED, IN_WORKER) or output.count(f"    {SLEEP}\n") == 1
 
 
-@pytest.mark.parametrize("recipe", SLOW)
-def test_what_is_slow_but_moves_is_no_hang(stalled, recipe):
-    """Loading data, the first step, saving and an evaluation take longer than the timeout, on a
-    busy machine."""
-    codes, output = stalled[f"slow {recipe}"]
-    assert codes == [0, 0], output
-    assert "error" not in output.replace("(no error before", "")
-    said = f"no progress for {TIMEOUT} s (no error before the first step or while saving), at"
-    assert output.count(said) >= 2
+def test_what_is_slow_but_moves_is_no_stall(stalled):
+    """Loading data and saving take longer than the timeout, and so does an evaluation."""
+    (codes, output), _ = stalled["is slow"]
+    assert codes == [0, 0] and ": error: " not in output, output
 
 
-def test_a_rank_that_stalls_in_setting_up_is_seen_in_the_others_stack(stalled):
-    """The others wait for it for long, since it may be downloading: they say where, not that it is
-    an error."""
-    codes, output = stalled["setting up"]
-    assert codes == [-9, -9] and "error" not in output, output
-    waiting, sleeping = re.findall(r"^Timeout .*?(?=^Timeout|\Z)", output, re.DOTALL | re.MULTILINE)
-    for stack in (waiting, sleeping):
-        assert stack.startswith(f"Timeout (0:00:{TIMEOUT:02})!\nThread 0x"), output
-        assert "(most recent call first):\n  File " in stack and " in make_accelerator\n" in stack
-    assert " in stall\n" in sleeping and " in choose_device" not in waiting, output
-    assert " in init_process_group\n" in waiting, output
-
-
-def test_under_a_launcher_a_run_with_a_rank_that_stalls_is_restarted_and_completes(stalled):
-    (code,), output = stalled[LAUNCHED]
-    assert code == 0, output
-    line = the_error(output)
-    where = IN_COMPUTE_LOSS.format(line=loss_line("ddp_cifar"))
-    assert f"rank 1 on {HOST} ({where}) has not reached the end of step 5 for" in line, line
-    assert output.count("resuming from ") == 1 and "resumed_from: 4\n" in output
-    left = outputs(re.search("output_dir: (.*)", output)[1])
-    assert left["summary"]["resumed_from"] == 4 and left["weights"].exists()
-    assert [line["step"] for line in left["train"]] == list(range(1, 11))
+def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):
+    """The others wait for it for long, since it may be downloading."""
+    (codes, output), _ = stalled["stalls while it is set up"]
+    assert codes == [-9, -9] and ": error: " not in output, output
+    stacks = output.split(f"Timeout (0:00:{TIMEOUT:02})!\n")[1:]
+    assert len(stacks) == 2 and all(" in make_accelerator\n" in stack for stack in stacks)
+    (stalling,) = [stack for stack in stacks if " in choose_device\n" in stack]
+    assert stalling.index("choose_device") < stalling.index("make_accelerator")
