@@ -1,0 +1,124 @@
+"""`bench.py --memory` computes what real trainings on CPU hold."""
+
+import sys
+
+import memory
+import pytest
+from conftest import PROGRAMS, ROOT, copy, forked, load
+
+# Large activations and large weights.
+MODEL = """
+
+def build_model(args):
+    convolution = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    hidden = nn.Sequential(nn.Flatten(), nn.Linear(16384, 256), nn.ReLU())
+    return nn.Sequential(convolution, hidden, nn.Linear(256, 10))
+"""
+COUNTED = """
+
+from memory import Counter
+counter = Counter()
+take_step = train_step
+steps = []
+
+
+def train_step(accelerator, model, optimizer, *others):
+    steps.append(1)
+    if len(steps) == 2:  # in the first one a pipeline finds its shapes, DDP makes other buckets
+        counter.track_external(model, optimizer)
+        counter.__enter__()
+    result = take_step(accelerator, model, optimizer, *others)
+    peak = counter.get_tracker_snapshot("peak")
+    Path(f"peak-{os.environ['RANK']}").write_text(str(sum(x["Total"] for x in peak.values())))
+    return result
+"""
+SAMPLES = "synthetic_images(5120, seed=1)", "synthetic_images(768, seed=1)"
+CASES = {
+    "ddp": [],
+    "sharded": ["--global-batch-size", "256"],  # gradients stay whole until the last microbatch
+    "pipeline": ["--batch-size", "128", "--schedule", "1f1b"],
+}
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """{technique: [peak of each of two real processes, in bytes]}, and a copy of each recipe."""
+    directory = tmp_path_factory.mktemp("held")
+    runs = []
+    for technique, flags in CASES.items():
+        where = directory / technique
+        where.mkdir()
+        script = copy(f"{technique}_cifar", where / "mine.py", SAMPLES, project=MODEL + COUNTED)
+        flags = ["--data", "synthetic", "--cpu", "--max-steps", 3, "--batch-size", 64, *flags]
+        run = {"processes": 2, "script": script, "directory": where}
+        runs.append({**run, "flags": ["--log-every", 1, *map(str, flags)]})
+    path = {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{PROGRAMS['PYTHONPATH']}"}
+    for codes, output in forked(runs, directory, **path):
+        assert codes == [0, 0], output
+    return {
+        technique: [int((directory / technique / f"peak-{rank}").read_text()) for rank in (0, 1)]
+        for technique in CASES
+    }
+
+
+@pytest.mark.parametrize("technique", CASES)
+def test_the_prediction_is_what_processes_hold(technique, held, tmp_path):
+    recipe = load(copy(f"{technique}_cifar", tmp_path / "mine.py", project=MODEL))
+    args = memory.parsed(recipe, ["--batch-size", "64", *CASES[technique]])
+    loader, _ = recipe.load_data(args, memory.Accelerator(cpu=True))
+    model = recipe.build_model(args).to("meta")
+    training = memory.Training(technique, recipe, args, model, next(iter(loader)), gpus=2)
+    stages = (0, 1) if technique == "pipeline" else (0, 0)
+    computed = [training.peak(64, stage) for stage in stages]
+    assert computed == pytest.approx(held[technique], rel=0.1)
+
+
+OF_TEXTS = """
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10**8, 8)  # 3.2 GB
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).mean(1))
+
+
+def build_model(args):
+    with torch.device("meta"):
+        return Model()
+
+
+def load_data(args, accelerator):
+    rows = [{"tokens": torch.arange(7), "label": torch.tensor(1)}] * 256
+    return [DataLoader(rows, args.batch_size)] * 2
+
+
+def compute_loss(model, batch):
+    logits = model(batch["tokens"])
+    return {"loss": F.cross_entropy(logits, batch["label"], reduction="none")}
+
+
+def make_optimizer(model, args, total_steps):
+    return torch.optim.AdamW(model.parameters()), None
+"""
+
+
+def test_the_table_of_a_copy(tmp_path, monkeypatch, capsys):
+    """With its model, data and loss in each recipe, and its optimizer, which has two states: 3.2 GB
+    five times, with DDP's buckets, fit into 24 GB and not into 16; a recipe that cannot have the
+    model says why."""
+    script = copy("ddp_cifar", tmp_path / "mine.py", project=OF_TEXTS)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--memory", str(script), "--batch-size", "4"])
+    load("benchmarks/bench.py").main()
+    lines = capsys.readouterr().out.splitlines()
+    cells = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in lines[2:9])}
+    variants = memory.VARIANTS
+    assert list(cells) == [f"{technique} {flags}".strip() for technique, flags in variants]
+    assert cells["pipeline"] == [
+        "n/a: cannot cut Model: make it an nn.Sequential, or edit model_blocks"
+    ]
+    assert cells["ddp"][1] == "0" and cells["ddp"][2] != "0"
+    assert cells["sharded"][1] not in ("0", cells["ddp"][2])
+    assert "never compared with a GPU" in lines[10]
