@@ -309,6 +309,7 @@ class Metrics:
         self.bar = self.progress.add_task("steps", total=steps.total, completed=steps.done)
         self.console.print_json(data={**config, "resumed_from": steps.done}, highlight=False)
         self.progress.start()
+        self.console.show_cursor()  # which nothing would restore after a kill
 
     def start_clock(self):
         """Measure throughput from here on: evaluations and checkpoints do not count."""
@@ -864,7 +865,7 @@ def make_accelerator(args, precision, *handlers):
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
         exit_with_error("processes do not see each other: start them with accelerate launch")
-    # For votes, checkpoints and errors, which must not wait for the GPUs.
+    # For what must not wait for the GPUs, such as the vote on a signal.
     in_group = accelerator.use_distributed
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
@@ -913,8 +914,7 @@ class ImageTensors(Dataset):
     normalises a whole batch.
 
     (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
-    int64 out. With `augmentation_seed`: zero padding by 4, a random crop back to H x W, and a
-    horizontal flip with probability 1/2.
+    int64 out. With `augmentation_seed`: zero padding by 4, a random crop, and a random flip.
     """
 
     mean = (0.4914, 0.4822, 0.4465)

@@ -1,17 +1,18 @@
-"""The pipeline against the unsplit model, and both stages against each other."""
+"""The pipeline against the whole model, and both stages against each other."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, answers, forked, launch, load, train_forked
+from conftest import Exit, answers, forked, load, train_forked
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
 
-RECIPE = ROOT / "recipes/pipeline_cifar.py"
-SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", 1]
-recipe = load("recipes/pipeline_cifar.py")
+recipe = load("recipes/pipeline_cifar.py", exits=True)
 
 
 @pytest.fixture(scope="module")
@@ -21,292 +22,180 @@ def gradients(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_gradients_and_steps_are_those_of_the_unsplit_model_over_the_same_microbatches(
-    gradients, processes
-):
-    """ResNet-50 by both schedules, cut in different places, and over several steps; on 8 processes
-    the small model."""
-    cases = gradients[processes]["equal"]
-    assert len(cases) == {2: 7 + 4, 4: 7 + 1, 8: 7}[processes]
-    for case, (deviation, largest, loss, expected_loss) in cases.items():
-        assert deviation < 1e-9 < 1e-2 < largest, case
-        assert loss == pytest.approx(expected_loss, abs=1e-5), case
+def test_gradients_and_steps_are_those_of_the_whole_model(gradients, processes):
+    """Over the same chunks: both schedules, several cuts, BatchNorm, momentum, accumulation, an
+    operation in place, a frozen stage, clipping, and weighted samples."""
+    cases = gradients[processes]["cases"]
+    assert len(cases) == (1 if processes == 8 else 7)
+    for case, (deviation, update, loss, expected_loss) in cases.items():
+        # The sums of weights, and the norm that clips, are in float32.
+        tolerance = 1e-6 if case.endswith("True") or "frozen" in case else 1e-12
+        assert deviation < tolerance < 1e-4 < update, case
+        assert loss == pytest.approx(expected_loss, abs=1e-6), case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_weighted_gradient_is_the_weighted_mean_however_the_batch_is_divided(
-    gradients, processes
-):
-    """Also where all samples of a microbatch, or of a pipeline, have no weight, and when it is
-    clipped."""
-    cases = gradients[processes]["weighted"]
-    assert len(cases) == (7 if processes == 2 else 6)  # where (4 // replicas, 1) is there already
-    for case, (deviation, largest, loss, expected_loss) in cases.items():
-        assert deviation < 1e-6 < 1e-3 < largest, case
-        assert loss == pytest.approx(expected_loss, abs=1e-5), case
+def test_a_stage_that_waits_has_as_much_time_as_the_other_collectives(gradients):
+    timeouts = gradients[4]["timeouts"]
+    assert timeouts and set(timeouts) == {recipe.TIMEOUT.total_seconds()}
 
 
-def test_ten_steps_are_those_of_ddp_that_accumulates(tmp_path):
-    """The whole recipe against the whole reference: one process that accumulates over microbatches
-    of 8 samples, as many as all pipelines have together."""
-    flags = ["--max-steps", 10, "--lr", 0.4, "--batch-size"]
+def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path):
+    """In the pipelines, 128 test samples in batches of 48, 24 or 12 leave a batch incomplete."""
+    flags = ["--max-steps", 10, "--lr", 0.2, "--global-batch-size", 48, "--batch-size"]
     runs = train_forked(
         tmp_path,
-        (1, "ddp_cifar", [*flags, 8, "--global-batch-size", 32]),
-        (2, "pipeline_cifar", [*flags, 32, "--schedule", "gpipe", "--microbatches", 4]),
-        (4, "pipeline_cifar", [*flags, 16, "--schedule", "1f1b", "--microbatches", 2]),
-        (4, "pipeline_cifar", [*flags, 8, "--global-batch-size", 32, "--microbatches", 2]),
-        (2, "pipeline_cifar", [*flags, 32, "--precision", "bf16"]),
+        (1, "ddp_cifar", [*flags, 12]),
+        (2, "pipeline_cifar", [*flags, 48, "--chunks", 4]),
+        (4, "pipeline_cifar", [*flags, 24, "--chunks", 2, "--schedule", "1f1b"]),
+        (4, "pipeline_cifar", [*flags, 12, "--chunks", 2]),
+        (2, "pipeline_cifar", [*flags, 48, "--precision", "bf16"]),
     )
-    torch.manual_seed(0)
+    whole, *pipelines, bf16 = runs
+    assert [run.summary["accumulation"] for run in runs] == [4, 1, 1, 2, 1]
+    expected = load_file(whole.weights)
+    losses = [line["loss"] for line in whole.train]
+    recipe.seed_rng(0)
     initial = recipe.build_model(SimpleNamespace(model="simple_cnn")).state_dict()
-    whole, *_, bf16 = runs
-    expected_weights = load_file(whole.weights)
-    moved = max((expected_weights[name] - initial[name]).abs().max().item() for name in initial)
-    assert moved > 1e-3, "weights that have not moved prove nothing"
-    for piped in runs[1:]:
-        assert piped.summary["global_batch_size"] == whole.summary["global_batch_size"] == 32
-        assert piped.summary["peak_learning_rate"] == whole.summary["peak_learning_rate"] == 0.1
-        for key, tolerance in (("loss", 1e-2 if piped is bf16 else 1e-5), ("learning_rate", 0)):
-            values, expected = ([line[key] for line in run.train] for run in (piped, whole))
-            assert len(values) == 10
-            assert values == pytest.approx(expected, abs=tolerance)
-            assert (values == pytest.approx(expected, abs=1e-5)) != (
-                piped is bf16 and key == "loss"
-            )
-        weights = load_file(piped.weights)
-        torch.testing.assert_close(
-            weights, expected_weights, rtol=0, atol=1e-3 if piped is bf16 else 1e-5
-        )
-
-    seen = [(runs[2].directory / f"batches.{rank}").read_text().splitlines() for rank in range(4)]
-    assert seen[0] == seen[1] and seen[2] == seen[3] and len(seen[0]) == 10, (
-        "the stages of a pipeline, the same batches"
-    )
-    assert not set(seen[0]) & set(seen[2]), "different pipelines, different batches"
-
-
-@pytest.fixture(scope="module")
-def resnet_runs(tmp_path_factory):
-    flags = ["--model", "resnet50", "--stem", "imagenet", "--max-steps", 1, "--batch-size", 256]
-    return train_forked(
-        tmp_path_factory.mktemp("resnet"),
-        (2, "pipeline_cifar", flags),
-        (1, "ddp_cifar", flags),
-        together=1,
-    )
+    assert (expected["2.1.weight"] - initial["2.1.weight"]).abs().max() > 1e-2
+    for run in pipelines:
+        assert [line["loss"] for line in run.train] == pytest.approx(losses, abs=1e-5)
+        for name in ("learning_rate", "test_loss", "test_accuracy"):
+            assert run.summary[name] == pytest.approx(whole.summary[name], abs=1e-5)
+        torch.testing.assert_close(load_file(run.weights), expected, rtol=0, atol=1e-5)
+    in_bf16 = [line["loss"] for line in bf16.train]
+    assert in_bf16 == pytest.approx(losses, abs=1e-2)
+    assert in_bf16 != pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.slow
-def test_the_merged_weights_evaluate_to_the_same_loss_in_a_plain_torchvision_model(resnet_runs):
-    piped, _ = resnet_runs
-    model, weights = torchvision.models.resnet50(num_classes=10), load_file(piped.weights)
-    assert {int(count) for name, count in weights.items() if "num_batches" in name} == {8}, (
-        "microbatches of one step"
-    )
+def test_the_merged_weights_of_resnet50_load_in_plain_torchvision(tmp_path):
+    flags = ["--model", "resnet50", "--stem", "imagenet", "--max-steps", 1, "--batch-size", 32]
+    (run,) = train_forked(tmp_path, (2, "pipeline_cifar", [*flags, "--chunks", 4]))
+    assert run.summary["stages"][1].startswith("layer3.2 to fc: ")
+    weights = load_file(run.weights)
+    assert weights["bn1.num_batches_tracked"] == 4, "the chunks of one step"
+    model = torchvision.models.resnet50(num_classes=10)
     model.load_state_dict(weights, strict=True)
-    model.eval()
-    images, labels = recipe.ImageTensors(
-        *recipe.synthetic_images(128, seed=2), torch.device("cpu")
-    ).__getitems__(list(range(128)))
+    assert loss_on_test_set(model, 128) == pytest.approx(run.summary["test_loss"], rel=1e-4)
+
+
+def loss_on_test_set(model, samples):
+    """Return the loss on the test set of a recipe with so many samples."""
+    data = recipe.ImageTensors(*recipe.synthetic_images(samples, seed=2), torch.device("cpu"))
+    images, labels = data.__getitems__(range(samples))
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(images), labels).item()
-    assert loss == pytest.approx(piped.summary["test_loss"], rel=1e-4)
+        return F.cross_entropy(model.eval()(images), labels).item()
 
 
-@pytest.mark.slow
-def test_each_stage_needs_less_memory_than_the_whole_model(resnet_runs):
-    piped, whole = resnet_runs
-    peaks = piped.summary["rank_peak_memory_bytes"]
-    assert (
-        len(peaks) == 2
-        and max(peaks) == piped.summary["peak_memory_bytes"] < whole.summary["peak_memory_bytes"]
-    )
-    first, second = piped.summary["stages"]
-    assert first.startswith("conv1, ") and "layer3.1: " in first
-    assert second.startswith("layer3.2, ") and "fc: " in second
+CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]
 
 
-@pytest.mark.slow
-def test_evaluation_counts_each_sample_once(tmp_path):
-    """128 test samples in batches of 24: 6 batches, the last of 8."""
-    flags = ["--max-steps", 2, "--batch-size", 24, "--microbatches", 4]
-    images = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu"))
-    images, labels = images.__getitems__(list(range(128)))
-    for result in train_forked(
-        tmp_path, *((processes, "pipeline_cifar", flags) for processes in (2, 4))
-    ):
-        summary, model = result.summary, recipe.build_model(SimpleNamespace(model="simple_cnn"))
-        model.load_state_dict(load_file(result.weights))
-        with torch.no_grad():
-            logits = model(images)
-        assert summary["samples"] == 128
-        assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(
-            summary["test_loss"], rel=1e-4
-        )
-        assert (logits.argmax(1) == labels).double().mean().item() == pytest.approx(
-            summary["test_accuracy"], abs=1e-6
-        )
-
-
-def test_the_cut_moves_and_the_stages_hold_everything_once():
-    args = SimpleNamespace(model="resnet50", stem="cifar", split=None)
-    model = recipe.build_model(args)
-    blocks = recipe.model_blocks(model)
-    assert list(blocks)[:5] == ["conv1", "bn1", "relu", "maxpool", "layer1.0"]
-    assert list(blocks)[-3:] == ["avgpool", "flatten", "fc"]
-    for stem, boundary in (("cifar", "layer3.0"), ("imagenet", "layer3.2")):
-        args.stem = stem
-        first, second = recipe.cut(blocks, args)
-        assert next(iter(second)) == boundary and [*first, *second] == list(blocks)
-    args.split = "layer1.2"
-    assert next(iter(recipe.cut(blocks, args)[1])) == "layer1.2"
-    sequential = torch.nn.Sequential(
-        *[block for part in recipe.cut(blocks, args) for block in part.values()]
-    ).eval()
+@pytest.mark.parametrize(("stem", "split", "begin"), CUTS)
+def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin):
+    flags = SimpleNamespace(model="resnet50", stem=stem, split=split)
+    model = recipe.build_model(flags).eval()
+    first, second = recipe.cut(recipe.model_blocks(model), flags)
+    assert next(iter(second)) == begin
+    chain = nn.Sequential(*first.values(), *second.values())
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(sequential(images), model.eval()(images))
+    with torch.no_grad():
+        torch.testing.assert_close(chain(images), model(images))
 
 
-def test_a_block_that_comes_twice_runs_twice():
-    first, activation, last = torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
-    blocks = recipe.model_blocks(torch.nn.Sequential(first, activation, first, activation, last))
-    assert list(blocks.values()) == [first, activation, first, activation, last]
+class OwnForward(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def cut(*blocks, split="1"):
+    recipe.cut(recipe.model_blocks(nn.Sequential(*blocks)), SimpleNamespace(split=split))
+
+
+def count_pipelines(**more):
+    flags = {"batch_size": 64, "chunks": 8, "schedule": "gpipe"}
+    recipe.count_pipelines(SimpleNamespace(**flags | more))
+
+
+def last_stage(batch, keys=("loss",)):
+    """Evaluate a batch on the last stage of a pipeline whose first batch was four samples."""
+
+    def evaluate(target, return_outputs):
+        model.chunk_metrics.append(dict.fromkeys(keys, torch.zeros(4)))
+
+    model = SimpleNamespace(batch_size=4, batch_shapes=[(4, 2), (4,)], training=False, chunks=1)
+    model.chunk_metrics = []
+    model.metric_names = ["loss"]
+    model.group = SimpleNamespace(rank=lambda: 1)
+    model.schedule = SimpleNamespace(eval=evaluate)
+    return recipe.run_pipeline(model, batch)
+
+
+linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
+MISTAKES = {
+    "one process": (lambda: count_pipelines(), "takes two processes, not 1: launch an even number"),
+    "uneven": (lambda: count_pipelines(batch_size=100), "--chunks: 8 do not divide 100 samples"),
+    "1f1b": (lambda: count_pipelines(schedule="1f1b", chunks=1), "--chunks: 1f1b needs at least 2"),
+    "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
+    "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
+    "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),
+    "tied over the cut": (lambda: cut(linear, linear), "share a parameter (tied weights): choose"),
+    "dictionary": (lambda: last_stage({"x": images, "y": labels}), "has to be two tensors"),
+    "three tensors": (lambda: last_stage((images, labels, labels)), "has to be two tensors"),
+    "other shapes": (lambda: last_stage((images[:, :1], labels)), "not [(4, 1), (4,)]"),
+    "other keys": (lambda: last_stage((images, labels), ("loss", "certain")), "the same keys"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(mistake):
+    call, said = MISTAKES[mistake]
+    with pytest.raises(Exit, match=re.escape(said)):
+        call()
 
 
 RETURNED = '    return {"loss": loss, "accuracy": logits.argmax(1) == labels}\n'
 
 
-def launched_with(returned, processes, directory):
-    """What the launcher prints about a copy whose `compute_loss` ends with another line."""
-    source = RECIPE.read_text()
-    assert source.count(RETURNED) == 1
-    script = directory / "own.py"
-    script.write_text(source.replace(RETURNED, f"    {returned}\n"))
-    return launch(processes, script, *SMALL, cwd=directory, check=False).stderr
-
-
 @pytest.mark.slow
-def test_a_mistake_that_only_last_stages_know_is_told_once_by_the_first_of_them(tmp_path):
-    printed = launched_with("return loss.mean()", 4, tmp_path)
-    line, *others = printed.splitlines()
-    assert line.startswith("own: error: rank 1: compute_loss returned Tensor: return {"), printed
-    assert not any(other.startswith("own: ") for other in others), printed
-    assert "Traceback" not in printed.partition("Sending process")[0]
-
-
-@pytest.mark.slow
-def test_an_exception_in_the_last_stage_is_printed(tmp_path):
-    printed = launched_with('return batch["y"]', 2, tmp_path).partition("Sending process")[0]
-    assert printed.count("Traceback") == 1, "of the rank that knows it, and of no other one"
-    assert 'return batch["y"]' in printed and "TypeError: tuple indices" in printed
-
-
-ONLY_IN_EVALUATIONS = """
-per_sample = compute_loss
-
-
-def compute_loss(model, batch):
-    metrics = per_sample(model, batch)
-    if not torch.is_grad_enabled():
-        metrics["certain"] = metrics["loss"] < 0.1
-    return metrics
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.copied("pipeline_cifar", project=ONLY_IN_EVALUATIONS, processes=2)
-def test_other_metrics_in_evaluations_are_told_before_the_first_step(outcome):
-    """The first stage knows the names of those in training, and sends no values for others."""
-    words = "compute_loss: return the same keys, in the same order, in training and in evaluations"
-    assert f"mine: error: rank 1: {words}" in outcome.output
-    assert "step 1/" not in outcome.output and "test_loss" not in outcome.output
+@pytest.mark.copied("pipeline_cifar", (RETURNED, "    return loss.mean()\n"), processes=4)
+def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
+    ranks = re.findall("^mine: error: rank (.): compute_loss: return {", outcome.output, re.M)
+    assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output
 
 
 TIED = """
 def build_model(args):
-    blocks = [nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
-    blocks += [nn.Linear(16, 16) for _ in range(4)] + [nn.Linear(16, 10)]
-    blocks[4].weight = blocks[3].weight
-    blocks[6].bias = blocks[5].bias
-    return nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+    block, one, other = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+    first = [nn.Flatten(), nn.Linear(3072, 16), block, nn.ReLU(), block]
+    one.weight = other.weight
+    return nn.Sequential(*first, one, other, nn.Linear(16, 10))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.copied(
-    "pipeline_cifar", project=TIED, processes=2, flags=["--split", 5, "--batch-size", 64]
-)
-def test_weights_tied_within_either_stage_are_written_once_and_are_those_of_the_unsplit_model(
-    outcome,
-):
+@pytest.mark.copied("pipeline_cifar", project=TIED, processes=2, flags=["--split", 5])
+def test_weights_tied_within_a_stage_are_written_once(outcome):
+    """Also a block that comes twice; it runs twice."""
     assert outcome.codes == [0, 0], outcome.output
-    weights = load_file(outcome.directory / "run/model.safetensors")
-    names = {"nn": torch.nn, "torch": torch}
-    exec(TIED, names)
+    exec(TIED, names := {"nn": nn})
     model = names["build_model"](None)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert (missing, unexpected) == (["4.weight", "6.bias"], [])
-    images, labels = recipe.synthetic_images(64, seed=2)
-    images = recipe.ImageTensors(images, labels, torch.device("cpu")).__getitems__(range(64))[0]
-    with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(images), labels).item()
+    weights = load_file(outcome.directory / "run/model.safetensors")
+    tied = ["4.weight", "4.bias", "6.weight"]
+    assert model.load_state_dict(weights, strict=False) == (tied, [])
     summary = json.loads((outcome.directory / "run/summary.json").read_text())
-    assert loss == pytest.approx(summary["test_loss"], rel=1e-5)
-
-
-REFUSALS = {
-    "one process": (1, [], ["takes two processes, not 1:", "--num_processes 2"]),
-    "three processes": (3, [], ["takes two processes, not 3:", "--num_processes 2"]),
-    "batch that does not divide": (
-        2,
-        ["--batch-size", 100],
-        ["--microbatches: 8 do not divide a batch of 100"],
-    ),
-    "batch smaller than its parts": (
-        2,
-        ["--batch-size", 4],
-        ["--microbatches: 8 do not divide a batch of 4"],
-    ),
-    "too few microbatches": (
-        2,
-        ["--schedule", "1f1b", "--microbatches", 1],
-        ["--microbatches", "1f1b", "gpipe"],
-    ),
-    "unknown boundary": (2, ["--split", "layer9"], ["--split", "layer9", "1, 2"]),
-    "cut before everything": (2, ["--split", "0"], ["--split", "1, 2"]),
-    "compilation": (2, ["--compile"], ["--compile"]),
-}
+    assert loss_on_test_set(model, 64) == pytest.approx(summary["test_loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_the_groups_of_stages_and_replicas_have_the_timeout_of_all(gradients):
-    timeouts = gradients[4]["timeouts"]
-    assert timeouts and set(timeouts) == {recipe.TIMEOUT.total_seconds()}
-
-
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
-    directory, runs = tmp_path_factory.mktemp("refused"), []
-    for case, (processes, flags, _) in REFUSALS.items():
-        flags = [*SMALL, *flags, "--output-dir", case]
-        runs.append(
-            {
-                "processes": processes,
-                "script": RECIPE,
-                "directory": directory,
-                "flags": flags,
-                "grace": 0.5,
-            }
-        )
-    return dict(zip(REFUSALS, forked(runs, directory, together=2), strict=True))
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line(refusals, case):
-    codes, output = refusals[case]
-    assert codes[0] == 2 and 0 not in codes
-    own = [line for line in output.splitlines() if line.startswith("pipeline_cifar: ")]
-    assert len(own) == 1 and own[0].startswith("pipeline_cifar: error: "), output
-    assert all(word in own[0] for word in REFUSALS[case][2]), output
+def test_killed_in_a_save_the_run_continues_to_the_same_end(tmp_path):
+    """SIGKILL before the second checkpoint gets its name."""
+    flags = ["--batch-size", 64, "--max-steps", 4, "--checkpoint-every", 1, "--keep", 1]
+    one = {"recipe": "pipeline_cifar", "processes": 2, "flags": flags, "grace": 1}
+    one["directory"] = tmp_path / "killed"
+    runs = [{**one, "directory": tmp_path / "whole"}, {**one, "save": ["replace", 2]}, one]
+    whole, killed, again = forked(runs, tmp_path)
+    assert (whole[0], killed[0][0], again[0]) == ([0, 0], -9, [0, 0]), (whole, killed, again)
+    assert "resuming from" in again[1] and "step-00000001.pt" in again[1], again[1]
+    files = [tmp_path / run / "model.safetensors" for run in ("killed", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
