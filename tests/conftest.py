@@ -1,5 +1,5 @@
-"""What the tests share: the recipes as modules, and the real `accelerate launch` on real
-processes."""
+"""Shared by the tests: the recipes as modules, and trainings on real processes, by the launcher or
+forked."""
 
 import functools
 import importlib.util
@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator, utils
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
@@ -88,8 +87,8 @@ def launch(processes, script, *arguments, **kwargs):
 
 
 def train(processes, output_dir, *arguments, recipe="ddp_cifar", **kwargs):
-    """Train simple_cnn on synthetic data (unless told otherwise); return what the run printed and
-    left behind."""
+    """Train simple_cnn on synthetic data, or as the arguments say. Return the process and the files
+    that it left."""
     defaults = [*SMALL, "--log-every", 1, "--output-dir", output_dir]
     process = launch(processes, ROOT / f"recipes/{recipe}.py", *defaults, *arguments, **kwargs)
     return SimpleNamespace(process=process, **outputs(output_dir))
@@ -107,12 +106,6 @@ def outputs(directory):
 
 def free_port():
     return free_ports(1)[0]
-
-
-def both_stages(recipe, model, args, autocast):
-    """The stages of the pipeline, made as `Pipeline` makes one of them, without processes."""
-    blocks = recipe.cut(recipe.model_blocks(model), args)
-    return [recipe.Stage(part, autocast) for part in blocks]
 
 
 def wait_until(condition, seconds=60):
@@ -166,8 +159,8 @@ def forked(runs, directory, together=1, **env):
 
 
 def at_once(story):
-    """For tests that wait more than they compute: those of a module run side by side. `directory`
-    is their tmp_path."""
+    """For tests that wait more than they compute: those of a module run side by side. Their first
+    argument is a directory."""
 
     def test(outcomes):
         outcomes[story].result()
@@ -209,8 +202,8 @@ def train_forked(directory, *runs, together=2, **env):
 
 
 def copy(recipe, path, *replacements, project=""):
-    """Write a copy of a recipe with lines replaced, and a project's functions behind its own. What
-    is replaced comes once, or as often as a third element says."""
+    """Write a copy of a recipe with lines replaced, and a project's functions behind its own. Each
+    replaced text is in it once, or as often as a third element says."""
     source = (ROOT / f"recipes/{recipe}.py").read_text()
     for old, new, *times in replacements:
         found = source.count(old)
@@ -228,7 +221,7 @@ LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(6
 
 @pytest.fixture(scope="module")
 def copies(request, tmp_path_factory):
-    """What has become of the copies that the selected tests of a module need, two at a time."""
+    """{test: outcome} of the copies that the selected tests of a module need, two at a time."""
     directory = tmp_path_factory.mktemp("copies")
     runs = {}
     for item in request.session.items:
@@ -269,12 +262,8 @@ def undo_zero_init(model):
     return model
 
 
-def control_characters(text):
-    return re.findall(r"[^\x20-\x7e\n]", text)
-
-
 def answers(program, counts, directory):
-    """{processes: what a program under tests/programs writes when so many run it}, side by side."""
+    """{processes: the JSON that a program under tests/programs writes}, all side by side."""
     paths = {processes: Path(directory, f"{program}-{processes}.json") for processes in counts}
     common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
     runs = [
@@ -286,8 +275,7 @@ def answers(program, counts, directory):
 
 
 def the_error_line(process):
-    """The one line by which a recipe refused, and nothing else of its own: no traceback, no second
-    voice."""
+    """The one line by which a recipe exits with an error: no traceback, and no second line."""
     assert process.returncode != 0
     lines = [line for line in process.stderr.splitlines() if re.match(r"[\w.-]+: error: ", line)]
     assert len(lines) == 1, process.stdout + process.stderr
@@ -296,15 +284,3 @@ def the_error_line(process):
         f"of a rank that waited for another\n{process.stderr}"
     )
     return lines[0]
-
-
-def ddp_on_one_rank():
-    """Have Accelerate wrap the model in DDP also where a process group on GPUs has one rank, as it
-    does on CPU: so that one GPU shows what DDP costs, and what it does to a compiled model."""
-    of_several = Accelerator.multi_device.fget
-
-    def multi_device(accelerator):
-        on_gpus = accelerator.distributed_type == utils.DistributedType.MULTI_GPU
-        return of_several(accelerator) or (on_gpus and "RANK" in os.environ)
-
-    Accelerator.multi_device = property(multi_device)

@@ -11,7 +11,6 @@ from conftest import (
     HAS_REAL_DATA,
     REAL_DATA,
     answers,
-    control_characters,
     load,
     needs_real_data,
     train_forked,
@@ -61,6 +60,10 @@ def test_the_schedule_is_defined_everywhere_and_ends_at_zero(total_steps):
     if total_steps == 100:
         assert factors[:20] == pytest.approx([step / 20 for step in range(1, 21)])
         assert factors[20:] == pytest.approx([step / 80 for step in range(80, -1, -1)], abs=1e-9)
+
+
+def control_characters(text):
+    return re.findall(r"[^\x20-\x7e\n]", text)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What every Python that the tests start does first: the objects of a hundred imports are not
+"""Every Python that the tests start does this first: the objects of a hundred imports are not
 garbage, and looking for some among them takes a fifth of the time that importing torch takes."""
 
 import gc
