@@ -4,11 +4,9 @@
 
 One step of ResNet-50 in float64, with a quarter of its channels, sharded by the recipe's functions,
 and in the main process the same step of the whole model, over the same samples divided in the same
-way: BatchNorm normalises over a process's batch.
-Writes the largest deviation of a gradient, the largest gradient, how many bytes each process holds
-of parameters, gradients and momentum, how many the whole model has, how many the parameters of the
-largest unit and of the root have, the most that were unsharded at a time, and the timeouts of the
-mesh's process groups.
+way: BatchNorm normalises over a process's batch. Writes the largest deviation of a gradient, the
+bytes of parameters, gradients and momentum, of all parameters of the largest unit and of the root,
+the most bytes that were unsharded at a time, and the timeouts of the mesh's process groups.
 """
 
 import json
@@ -66,13 +64,11 @@ recipe.build_model = build_model
 whole = build_model(None)
 units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(whole)]
 root = sum(size(p) for p in whole.parameters()) - sum(units)
-args = SimpleNamespace(
-    weights=None, precision="fp32", activation_checkpointing=sys.argv[3] == "True"
-)
+args = SimpleNamespace(weights=None, precision="fp32")
+args.activation_checkpointing = sys.argv[3] == "True"
 model = recipe.build_sharded_model(args, accelerator, mesh)
 gathered = []
-# Where the parameters are, on which FSDP puts unsharded ones for a while: `model.parameters()`
-# would search for them, in 360 calls.
+# FSDP puts unsharded parameters there for a while. `model.parameters()` would be slow.
 places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
 
 
