@@ -7,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ACCELERATE, PROGRAMS, ROOT, forked, free_port, outputs, wait_until
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps", "4"]
 FLAGS += ["--batch-size", "16", "--lr", "0.02", "--log-every", "1"]
-RECIPES = "amp_cifar", "pipeline_cifar"
+ENDLESS = ["--max-steps", "100000", "--epochs", "10000", "--hang-timeout", "6"]
 
 # A host whose name, as in Debian's /etc/hosts, is no address at which another one could reach it.
 BOOT = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && shift && exec "$@"'
@@ -66,119 +65,86 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(hosts, tmp_path_factory):
-    """Directories of two hosts that have trained RECIPES, and of one. In the pipeline the two
-    stages are on different hosts. Each host has a disk of its own."""
-    (address, prefixes, _), tmp_path = hosts, tmp_path_factory.mktemp("trained")
-    line = [
-        ACCELERATE,
-        "launch",
-        "--config_file",
-        ROOT / "accelerate_configs/nodes.yaml",
-        "--num_processes",
-        2,
-    ]
-    line += ["--main_process_ip", address, "--main_process_port", free_port()]
-    ports = json.dumps({recipe: free_port() for recipe in RECIPES})
+    """Two hosts train a pipeline, whose stages are on different hosts, and then ddp until no packet
+    arrives any more: both run and hold their connections open, but none hears of the other. Return
+    their directories and what they printed, and the pipeline that one host has trained."""
+    (address, prefixes, problem), directory = hosts, tmp_path_factory.mktemp("trained")
+    line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
+    line += ["--num_processes", 2, "--main_process_ip", address]
+    line += ["--main_process_port", free_port()]
+    ports = json.dumps([free_port(), None if problem else free_port()])
     running = []
     for rank, prefix in enumerate(prefixes):
-        directory = tmp_path / f"host{rank}"
-        directory.mkdir()
         command = list(map(str, [*prefix, *line, "--machine_rank", rank, __file__, ports]))
-        environment = {**os.environ, **PROGRAMS, "OMP_WAIT_POLICY": "passive"}
-        if prefix:
+        environment = {**os.environ, **PROGRAMS}
+        if not problem:
             environment["GLOO_SOCKET_IFNAME"] = "eth7"
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         running.append(subprocess.Popen(command, cwd=directory, env=environment, **pipes))
-    reference = {"processes": 2, "directory": tmp_path, "flags": FLAGS}
-    codes = forked(
-        [{**reference, "script": ROOT / f"recipes/{recipe}.py"} for recipe in RECIPES],
-        tmp_path,
-        OMP_WAIT_POLICY="passive",
-    )
+    script = ROOT / "recipes/pipeline_cifar.py"
+    one = {"processes": 2, "script": script, "directory": directory}
+    ((codes, output),) = forked([{**one, "flags": [*FLAGS, "--output-dir", "one"]}], directory)
+    assert codes == [0, 0], output
+    metrics = directory / "runs/ddp_cifar/metrics.jsonl"
     try:
+        if not problem:
+            wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 5, 120)
+            nowhere = "lladdr 02:00:00:00:00:99 dev eth7 nud permanent"
+            for prefix, other in zip(prefixes, ("10.77.0.2", "10.77.0.1"), strict=True):
+                lose = [*prefix, "ip", "neigh", "replace", other, *nowhere.split()]
+                subprocess.run(list(map(str, lose)), check=True)
         printed = [host.communicate(timeout=200)[0] for host in running]
     finally:
         for host in running:
             host.kill()
-    assert [host.returncode for host in running] == [0, 0], printed
-    assert [code for code, _ in codes] == [[0, 0]] * len(RECIPES), codes
-    assert printed[0].count("step 4/4 epoch 1 loss") == len(RECIPES) and "step" not in printed[1]
-    return tmp_path / "host0", tmp_path
+    return directory, [host.returncode for host in running], printed
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_two_hosts_train_like_one(trained, recipe):
-    ours, theirs = (outputs(host / f"runs/{recipe}") for host in trained)
+def test_two_hosts_train_like_one(hosts, trained):
+    directory, codes, printed = trained
+    assert hosts[2] is None or codes == [0, 0], printed
+    ours, theirs = (outputs(directory / path) for path in ("runs/pipeline_cifar", "one"))
     assert ours["summary"]["world_size"] == theirs["summary"]["world_size"] == 2
     ours, theirs = load_file(ours["weights"]), load_file(theirs["weights"])
     assert max((ours[name] - value).abs().max() for name, value in theirs.items()) < 1e-6
+    assert printed[0].count("step 4/4 epoch 1 loss") == 1 and "step 4/4" not in printed[1]
 
 
-def test_two_hosts_whose_names_are_loopback_addresses_have_found_each_other(hosts, trained):
-    if problem := hosts[2]:
-        pytest.skip(problem)
-    assert (trained[0] / "runs").is_dir()
-
-
-def test_a_host_whose_packets_are_lost_is_named(hosts, tmp_path):
-    """Both hosts go on running and hold their connections open, but none hears of the other."""
-    address, prefixes, problem = hosts
+def test_a_host_whose_packets_are_lost_is_named_by_the_other(hosts, trained):
+    """By names that are, as in Debian's /etc/hosts, loopback addresses."""
+    _, prefixes, problem = hosts
     if problem:
         pytest.skip(problem)
-    line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
-    line += ["--num_processes", 2, "--main_process_ip", address]
-    line += ["--main_process_port", free_port()]
-    flags = [*FLAGS, "--max-steps", 100_000, "--epochs", 10_000, "--hang-timeout", 5]
-    running = []
-    for rank, prefix in enumerate(prefixes):
-        directory = tmp_path / f"host{rank}"
-        directory.mkdir()
-        recipe = ROOT / "recipes/ddp_cifar.py"
-        command = [*prefix, *line, "--machine_rank", rank, recipe, *flags]
-        running.append(
-            subprocess.Popen(
-                list(map(str, command)),
-                cwd=directory,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth7"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    metrics = tmp_path / "host0/runs/ddp_cifar/metrics.jsonl"
-    try:
-        wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 5, 120)
-        nowhere = "lladdr 02:00:00:00:00:99 dev eth7 nud permanent"
-        for prefix, other in zip(prefixes, ("10.77.0.2", "10.77.0.1"), strict=True):
-            lose = [*prefix, "ip", "neigh", "replace", other, *nowhere.split()]
-            subprocess.run(list(map(str, lose)), check=True)
-        printed = [host.communicate(timeout=120)[0] for host in running]
-    finally:
-        for host in running:
-            host.kill()
-    for rank, host in enumerate(running):
-        assert host.returncode != 0
-        other = prefixes[1 - rank][3]
-        told = f"ddp_cifar: error: rank {1 - rank} on {other} (it was stopped or killed, or its "
-        assert told + "machine or network is gone) has not reached the end of step" in printed[rank]
+    _, codes, printed = trained
+    assert 0 not in codes, printed
+    names = [prefix[3] for prefix in prefixes]
+    # The store in which ranks report is on the first host.
+    for output, said in zip(
+        printed,
+        ("because of rank 1 on {1} (no report)", "no answer from rank 0 on {0}"),
+        strict=True,
+    ):
+        (line,) = [line for line in output.splitlines() if ": error: " in line]
+        assert line.startswith("ddp_cifar: error: no step for 6 s")
+        assert line.endswith(said.format(*names))
 
 
 def train_all(ports):
-    """The process that the launcher has started: it trains each recipe in a fork of its own, for
-    torch to be imported once, and on a port of its own, because the launcher's serves one
-    training."""
+    """Train in the process that the launcher has started, each recipe in a fork of its own and on a
+    port of its own: the launcher's serves one training."""
     import accelerate  # noqa: F401
     import torchvision  # noqa: F401
 
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for recipe, port in ports.items():
-        if not (child := os.fork()):
+    recipes = {"pipeline_cifar": FLAGS, "ddp_cifar": [*FLAGS, *ENDLESS]}
+    for (recipe, flags), port in zip(recipes.items(), ports, strict=True):
+        if port and not (child := os.fork()):
             os.environ["MASTER_PORT"] = str(port)
-            sys.argv = [str(Path(ROOT, f"recipes/{recipe}.py")), *FLAGS]
+            sys.argv = [str(ROOT / f"recipes/{recipe}.py"), *flags]
             runpy.run_path(sys.argv[0], run_name="__main__")
             sys.stdout.flush()
             os._exit(0)
-        if status := os.waitpid(child, 0)[1]:
+        if port and (status := os.waitpid(child, 0)[1]):
             sys.exit(os.waitstatus_to_exitcode(status))
 
 
