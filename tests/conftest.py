@@ -20,9 +20,7 @@ import torch
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = {
-    processes: ROOT / f"accelerate_configs/{processes}gpu.yaml" for processes in (1, 2, 4, 8)
-}
+CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
@@ -84,14 +82,6 @@ def launch(processes, script, *arguments, **kwargs):
     # Gloo's, now and then, where the process group is left to the interpreter's exit.
     assert "terminate called" not in process.stderr
     return process
-
-
-def train(processes, output_dir, *arguments, recipe="ddp_cifar", **kwargs):
-    """Train simple_cnn on synthetic data, or as the arguments say. Return the process and the files
-    that it left."""
-    defaults = [*SMALL, "--log-every", 1, "--output-dir", output_dir]
-    process = launch(processes, ROOT / f"recipes/{recipe}.py", *defaults, *arguments, **kwargs)
-    return SimpleNamespace(process=process, **outputs(output_dir))
 
 
 def outputs(directory):
@@ -185,12 +175,16 @@ def outcomes(request, tmp_path_factory):
 
 
 def train_forked(directory, *runs, together=2, **env):
-    """Like `train`, for several (processes, recipe, flags) on an eighth of the data, without a
-    launcher; {...} at the end of a run is for programs/forked.py."""
+    """[output, directory and files] of several trainings (processes, recipe, flags), without a
+    launcher; {...} at the end of one is for programs/forked.py. A recipe's name stands for its
+    training on an eighth of the synthetic data, and a path is run as it is."""
     described = []
     for index, (processes, recipe, flags, *more) in enumerate(runs):
         one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags]}
         one |= {"plain": True, "directory": Path(directory, str(index))}
+        if isinstance(recipe, Path):
+            one["directory"].mkdir()
+            one |= {"script": recipe, "flags": [*one["flags"], "--output-dir", "."]}
         described.append({**one, **(more[0] if more else {})})
     answers = forked(described, directory, together, **env)
     results = []

@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import GPUS, PROGRAMS, ROOT, SMALL, VISIBLE, forked, outputs, run
+from conftest import GPUS, PROGRAMS, ROOT, SMALL, VISIBLE, forked, outputs, run, train_forked
 
 PROCESSES = min(2, GPUS)
 SYNTHETIC = SMALL[:-1]  # without --cpu
@@ -38,12 +38,9 @@ def losses(result):
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
     """The training of one process on CPU, which has learned something."""
-    directory = tmp_path_factory.mktemp("cpu")
-    script = {"script": ROOT / "recipes/ddp_cifar.py", "directory": directory, "processes": 1}
-    flags = [*SMALL, *TRAINING, "--batch-size", 64, "--output-dir", "."]
-    ((codes, output),) = forked([{**script, "flags": flags}], directory)
-    assert codes == [0], output
-    result = outputs(directory)
+    run = (1, ROOT / "recipes/ddp_cifar.py", [*SMALL, *TRAINING, "--batch-size", 64])
+    (result,) = train_forked(tmp_path_factory.mktemp("cpu"), run)
+    result = vars(result)
     assert losses(result)[0] - losses(result)[-1] > 0.05, "equal losses would prove nothing"
     return result
 

@@ -68,35 +68,28 @@ def compute_loss(model, batch):
 """
 
 
-def without_the_example(recipe, path):
-    """Write a copy without the import of torchvision, without the section of CIFAR-10, and with a
-    regression on an ordinary Dataset whose samples are random."""
-    source = copy(recipe, path, ("import torchvision\n", ""), project=MINE).read_text()
-    source, sections = re.subn(r"(?s)# -+ CIFAR-10\n.*?(?=# =====)", "", source)
-    assert sections == 1 and "class ImageTensors" not in source
-    path.write_text(source)
-    return path
-
-
 @pytest.fixture(scope="module")
 def regressions(tmp_path_factory):
     """{recipe: (directory, exit codes, output)} of a copy in an empty directory, on two processes
-    with two workers each; "alone" is ddp on one process without workers."""
-    directory = tmp_path_factory.mktemp("mine")
-    runs = []
+    with two workers each: a regression on random samples, without torchvision and without the
+    section of CIFAR-10. "alone" is that of ddp on one process without workers."""
+    runs = {}
     for name in ("alone", *RECIPES):
         recipe = "ddp_cifar" if name == "alone" else name
-        (directory / name).mkdir()
-        script = without_the_example(recipe, directory / name / "mine.py")
+        directory = tmp_path_factory.mktemp(name)
+        script = copy(recipe, directory / "mine.py", ("import torchvision\n", ""), project=MINE)
+        source, sections = re.subn(r"(?s)# -+ CIFAR-10\n.*?(?=# =====)", "", script.read_text())
+        assert sections == 1 and "class ImageTensors" not in source
+        script.write_text(source)
         flags = ["--cpu", "--epochs", 2, "--log-every", 1, "--lr", 0.5, "--global-batch-size", 32]
         flags += ["--workers", 0 if name == "alone" else 2]
         flags += ["--precision", "fp32"] if recipe == "amp_cifar" else []
-        run = {"processes": 1 if name == "alone" else 2, "script": script, "flags": flags}
-        runs.append({**run, "directory": script.parent})
-    answers = forked(runs, directory, together=2, PYTHONPATH="")
+        run = {"processes": 1 if name == "alone" else 2, "script": script, "directory": directory}
+        runs[name] = {**run, "flags": flags}
+    answers = forked(list(runs.values()), directory, together=2, PYTHONPATH="")
     return {
-        run["directory"].name: (run["directory"], *answer)
-        for run, answer in zip(runs, answers, strict=True)
+        name: (run["directory"], *answer)
+        for (name, run), answer in zip(runs.items(), answers, strict=True)
     }
 
 
