@@ -711,6 +711,7 @@ class HangDetector(threading.Thread):
             saves = Checkpoints.save.__code__ in codes  # which may take longer
             idle = idle + tick if self.progress == before and not saves else 0.0
             before = self.progress
+        faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.name_the_rank(traceback.extract_stack(frame))
         time.sleep(2 * tick)  # until all have printed: the launcher will end them
@@ -782,8 +783,7 @@ def exit_now(status):
 # ------------------------------------------------------------------------- command line and launch
 ABOVE_0 = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
 ABOVE_0 += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
-LAUNCHER_FEATURES = ["USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG"]
-LAUNCHER_FEATURES += ["DYNAMO_BACKEND"]
+NOT_DONE = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
 
 
 def parse_args(*declarations):
@@ -836,7 +836,7 @@ def make_accelerator(args, precision, *handlers):
     faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
     mixed_precision = "no" if precision == "fp32" else precision
     done = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
-    for name in (*LAUNCHER_FEATURES, *done):
+    for name in (*NOT_DONE, *done):
         told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
         if told not in ("no", "false", done.get(name)):  # it would be ignored
             exit_with_error(f"the launcher's {name.lower()} is {told}: see this recipe's --help")
