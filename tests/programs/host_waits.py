@@ -33,13 +33,15 @@ class Reads(TorchDispatchMode):
 
 
 def waits(function):
-    torch.cuda.set_sync_debug_mode("warn")
     with Reads() as reads, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        if cuda:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
         function()
-    torch.cuda.set_sync_debug_mode("default")
-    synchronised = sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
-    return synchronised if cuda else reads.count
+    if cuda:
+        torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+    return reads.count
 
 
 accelerator = recipe.make_accelerator(args, precision)
@@ -52,7 +54,7 @@ steps = recipe.Steps(train_loader, 1, args).left_in(0)
 model = recipe.build_model(args)
 optimizer, scheduler = recipe.make_optimizer(model, args, 100)
 model, optimizer = accelerator.prepare(model, optimizer)
-training = accelerator, model, optimizer, scheduler
+training = [accelerator, model, optimizer, scheduler]
 metrics = SimpleNamespace(names=[], sums=0, bar=0)
 metrics.progress = SimpleNamespace(advance=lambda bar: None)
 
@@ -69,6 +71,6 @@ answer = {"three steps": waits(three_steps), "a line": waits(lambda: metrics.sum
 if accelerator.is_main_process:
     Path(path).write_text(json.dumps(answer))
 accelerator.wait_for_everyone()
-del training
+training.clear()
 model, optimizer = accelerator.free_memory(model, optimizer)
 accelerator.end_training()
