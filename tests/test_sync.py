@@ -25,10 +25,11 @@ LINES = {
 OWN = {
     "amp_cifar": {"add_technique_flags", "make_optimizer", "train_step", "main"},
     "pipeline_cifar": {"add_technique_flags", "compute_loss", "train_step", "evaluate", "main"},
-    "sharded_cifar": {"add_technique_flags", "make_optimizer", "train_step", "main"},
+    "sharded_cifar": {"add_technique_flags", "compute_loss", "train_step", "evaluate", "main"},
 }
+OWN["sharded_cifar"] |= {"make_optimizer"}
 # Functions of the reference that it does not have.
-DDP = {"skip_batchnorm_broadcasts", "rebuild_ddp_buckets"}
+DDP = {"skip_batchnorm_broadcasts"}
 WITHOUT = {"amp_cifar": set(), "pipeline_cifar": DDP, "sharded_cifar": DDP}
 # The text of these is the reference's in the baseline, too, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "make_optimizer", "lr_lambda", "seed_rng"}
