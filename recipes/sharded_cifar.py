@@ -1004,10 +1004,11 @@ def add_technique_flags(parser):
     """Add the flags of this technique, whatever is trained."""
     add = parser.add_argument
     switch = {"action": "store_true"}
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: sums in fp32")
+    precisions = ("fp32", "bf16")
+    add("--precision", choices=precisions, default="fp32", help="bf16 sums gradients in fp32")
     add("--replicas", type=int, default=1, help="sharded models side by side (HSDP)")
     add("--sync-each-batch", help="accumulate gradients in shards: less memory, slower", **switch)
-    add("--activation-checkpointing", help="compute activations twice, keep few", **switch)
+    add("--activation-checkpointing", help="compute activations twice, not keep them", **switch)
 
 
 ABOVE_0 += ["replicas"]
@@ -1130,8 +1131,8 @@ def bf16_options(model):
 
 
 def checkpoint_activations(unit):
-    """Keep only the inputs of a unit's forward pass. The backward pass repeats it, and restores the
-    buffers, which have counted this batch already: BatchNorm's statistics."""
+    """Keep only the inputs of a unit's forward pass. The backward pass repeats it, then restores the
+    buffers: BatchNorm's statistics have counted this batch already."""
 
     @contextmanager
     def restored_buffers():
