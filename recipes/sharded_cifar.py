@@ -1131,7 +1131,7 @@ def bf16_options(model):
 
 
 def checkpoint_activations(unit):
-    """Keep only the inputs of a unit's forward pass. The backward pass repeats it, then restores the
+    """Keep only the inputs of a unit's forward pass. The backward pass repeats it, and restores the
     buffers: BatchNorm's statistics have counted this batch already."""
 
     @contextmanager
