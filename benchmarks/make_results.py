@@ -4,6 +4,7 @@
     python benchmarks/make_results.py
     python benchmarks/make_results.py --publish runs/bench/cpu-x2.json  # what bench.py has measured
     python benchmarks/make_results.py --memory  # compute memory.md again
+    python benchmarks/make_results.py --pictures  # measure those of pictures.py again
     python benchmarks/make_results.py --screen runs/screen.log  # a terminal, recorded by `script`
 
 It makes accuracy.md from the summaries in accuracy/ (one row per command), long.svg from the
@@ -20,6 +21,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pictures
 from bench import ROOT
 from rich.console import Console
 from rich.text import Text
@@ -50,24 +52,29 @@ def accuracy_table(directory):
     runs = {}
     for path in sorted(directory.glob("*.json")):
         summary = json.loads(path.read_text())
-        key = summary["epochs"], summary["lr"], launch_line(summary)
-        runs.setdefault(key, []).append(summary)
-    lines = ["| test accuracy | seeds | command, with `--seed` |", "| ---: | --- | --- |"]
-    for (_, _, command), summaries in sorted(runs.items(), key=lambda item: item[0]):
+        program, flags = launch_line(summary).split(" --stem ")
+        runs.setdefault((program, summary["epochs"], flags), []).append(summary)
+    [program] = {program for program, *_ in runs}
+    lines = [f"| test accuracy | seeds | `{program}` with |", "| ---: | --- | --- |"]
+    for (_, _, flags), summaries in sorted(runs.items()):
         values = ", ".join(f"{summary['test_accuracy']:.1%}" for summary in summaries)
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
-        lines.append(f"| {values} | {seeds} | `{command}` |")
+        lines.append(f"| {values} | {seeds} | `--stem {flags}` |")
     return "\n".join(lines) + "\n"
 
 
-def draw_curve(summary, metrics, path):
-    """Draw the learning curve of a run, from the paths of its summary.json and metrics.jsonl."""
+def load_pyplot():
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "reproducible", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw_curve(summary, metrics, path, pyplot):
+    """Draw the learning curve of a run, from the paths of its summary.json and metrics.jsonl."""
     summary = json.loads(summary.read_text())
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -149,6 +156,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--publish", type=Path, metavar="PATH")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--pictures", action="store_true")
     parser.add_argument("--screen", type=Path, metavar="PATH")
     args = parser.parse_args()
     problem = publish(args.publish, RESULTS) if args.publish else None
@@ -160,7 +168,10 @@ def main():
     if args.screen:
         SCREEN.write_text(last_screen(args.screen.read_text()))
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
-    draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg")
+    pyplot = load_pyplot()
+    draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg", pyplot)
+    for kind in ("pipeline", "ddp") if args.pictures else ():
+        pictures.draw(kind, RESULTS, pyplot)
     (RESULTS / "screen.svg").write_text(drawn_screen(SCREEN.read_text()))
     for path in PAGES:
         path.write_text(filled(path.read_text()))

@@ -160,7 +160,9 @@ def main():
     recipe = load(ROOT / f"recipes/{own.recipe}.py")
     args = recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
     args.lr = 1e-6  # nothing is learnt
-    precision = args.precision or "bf16" if own.recipe == "amp_cifar" else "fp32"
+    precision = "fp32"
+    if own.recipe == "amp_cifar":
+        precision, _ = recipe.choose_precision(args)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = recipe.make_accelerator(args, precision, ddp)
     processes = accelerator.num_processes
