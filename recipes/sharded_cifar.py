@@ -290,8 +290,7 @@ class Metrics:
         self.accelerator = accelerator
         self.config = config
         self.steps = steps
-        self.step = steps.done
-        self.last_line = steps.done  # the step of the last line
+        self.step = self.last_line = steps.done  # the newest, and that of the last line
         self.names = []
         self.sums = 0  # of `sample_rows`, since the last line
         self.newest = {}  # value of each name
@@ -484,6 +483,7 @@ def reproducible(loaders, seed):
         if not hasattr(without_subset(loader.dataset), "set_epoch"):
             # DataLoader forbids an assignment, since a sampler may belong to the dataset.
             object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
+        without_subset(loader.dataset).set_epoch(0)
     return loaders
 
 
