@@ -33,9 +33,9 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**30)
 PROGRAMS = {"PYTHONPATH": f"{ROOT / 'tests'}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
 
-HAS_REAL_DATA = (REAL_DATA / "cifar-10-batches-py").is_dir()
 needs_real_data = pytest.mark.skipif(
-    not HAS_REAL_DATA, reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)"
+    not (REAL_DATA / "cifar-10-batches-py").is_dir(),
+    reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)",
 )
 SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
 

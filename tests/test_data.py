@@ -70,9 +70,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
 
 
 def test_synthetic_data_are_made_from_their_seed():
-    images, labels = recipe.synthetic_images(256, seed=1)
-    again, _ = recipe.synthetic_images(256, seed=1)
-    other, _ = recipe.synthetic_images(256, seed=2)
+    (images, labels), (again, _), (other, _) = (recipe.synthetic_images(256, x) for x in (1, 1, 2))
     assert torch.equal(images, again) and not torch.equal(images, other)
     assert images.shape == (256, 32, 32, 3) and images.dtype == torch.uint8
     assert set(labels.tolist()) == set(range(10))
@@ -80,6 +78,11 @@ def test_synthetic_data_are_made_from_their_seed():
 
 @needs_real_data
 def test_cifar10_is_read_whole():
-    images, labels = recipe.cifar10(REAL_DATA, Accelerator(cpu=True))[1]
-    assert images.shape == (10_000, 32, 32, 3) and images.dtype == torch.uint8
-    assert labels.bincount().tolist() == [1000] * 10
+    (images, labels), (_, test_labels) = recipe.cifar10(REAL_DATA, Accelerator(cpu=True))
+    assert images.shape == (50_000, 32, 32, 3) and images.dtype == torch.uint8
+    assert labels.bincount().tolist() == [5000] * 10
+    assert test_labels.bincount().tolist() == [1000] * 10
+    assert labels[:5].tolist() == [6, 9, 9, 4, 1]  # frog, truck, truck, deer, automobile
+    pixels = images[::50].reshape(-1, 3) / 255
+    torch.testing.assert_close(pixels.mean(0), torch.tensor(NORMALIZE.mean), rtol=0, atol=0.01)
+    torch.testing.assert_close(pixels.std(0), torch.tensor(NORMALIZE.std), rtol=0, atol=0.01)

@@ -53,16 +53,12 @@ def test_samples_that_are_left_out_or_counted_twice_are_an_error(counted):
         recipe.means(["loss"], sums, 8)
 
 
-class Batches:
-    def __iter__(self):
-        return iter([[0, 1], [2, 3]])
-
-    def __len__(self):
-        return 2
-
-
 class RandomSubset(data.RandomSampler):
     """Of another type than RandomSampler, it may do anything."""
+
+
+class OwnBatchSampler(data.BatchSampler):
+    pass
 
 
 class Stream(data.IterableDataset):
@@ -75,11 +71,8 @@ TRAIN = data.DataLoader(SAMPLES, 8, shuffle=True, drop_last=True)
 TEST = data.DataLoader(SAMPLES, 8)
 RANDOM = RandomSubset(SAMPLES)
 WEIGHTED = data.WeightedRandomSampler([1.0] * 24, 9)
+OWN_BATCHES = OwnBatchSampler(data.RandomSampler(SAMPLES), 8, True)
 OF_TWO_PROCESSES = data.DistributedSampler(SAMPLES, 2, 0)
-
-
-class OwnBatchSampler(data.BatchSampler):
-    pass
 
 
 LOADERS = {
@@ -92,13 +85,8 @@ LOADERS = {
     "a sampler of some samples": (TRAIN, data.DataLoader(SAMPLES, 8, sampler=RANDOM)),
     "weighted": (data.DataLoader(SAMPLES, 8, sampler=WEIGHTED, drop_last=True), TEST),
     "divided": (data.DataLoader(SAMPLES, 8, sampler=OF_TWO_PROCESSES, drop_last=True), TEST),
-    "own batches": (data.DataLoader(SAMPLES, batch_sampler=Batches()), TEST),
-    "an own batch sampler": (
-        data.DataLoader(
-            SAMPLES, batch_sampler=OwnBatchSampler(data.RandomSampler(SAMPLES), 8, True)
-        ),
-        TEST,
-    ),
+    "own batches": (data.DataLoader(SAMPLES, batch_sampler=[[0, 1], [2, 3]]), TEST),
+    "an own batch sampler": (data.DataLoader(SAMPLES, batch_sampler=OWN_BATCHES), TEST),
     "a stream": (data.DataLoader(Stream(), 8, drop_last=True), TEST),
 }
 

@@ -7,14 +7,7 @@ import accelerate
 import pytest
 import torch
 import torchvision
-from conftest import (
-    HAS_REAL_DATA,
-    REAL_DATA,
-    answers,
-    load,
-    needs_real_data,
-    train_forked,
-)
+from conftest import answers, load, train_forked
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -173,10 +166,6 @@ def long_runs(tmp_path_factory):
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
         "eager": (1, "ddp_cifar", short, model),
     }
-    if HAS_REAL_DATA:
-        real = ["--data", "cifar10", "--data-dir", REAL_DATA]
-        real += ["--batch-size", 32, "--max-steps", 60, "--lr", 0.4]
-        runs["real"] = (1, "ddp_cifar", real)
     return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
 
 
@@ -185,14 +174,6 @@ def test_it_learns_synthetic_data(long_runs):
     result = long_runs["synthetic"]
     assert result.summary["test_accuracy"] > 0.5
     assert [line["epoch"] for line in result.evaluations] == list(range(1, 7))
-
-
-@pytest.mark.slow
-@needs_real_data
-def test_it_learns_cifar10(long_runs):
-    losses = [line["loss"] for line in long_runs["real"].train]
-    assert len(losses) == 60 and sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.1
-    assert long_runs["real"].summary["test_accuracy"] > 0.2
 
 
 @pytest.mark.slow
