@@ -39,7 +39,7 @@ bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
-	$(BIN)/python -c "import matplotlib" || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
+	$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some

@@ -3,14 +3,10 @@
 
     python benchmarks/make_results.py
     python benchmarks/make_results.py --publish runs/bench/cpu-x2.json  # what bench.py has measured
-    python benchmarks/make_results.py --memory  # compute memory.md again
-    python benchmarks/make_results.py --pictures  # measure those of pictures.py again
-    python benchmarks/make_results.py --screen runs/screen.log  # a terminal, recorded by `script`
 
 It makes accuracy.md from the summaries in accuracy/ (one row per command), long.svg from the
 metrics of one of those runs, and screen.svg from the last lines of a terminal. On the pages, FILE's
-text stands between `<!-- FILE -->` and `<!-- end -->`; after `<!-- FILE short -->` its table, its
-command and its hardware.
+text stands between `<!-- FILE -->` and `<!-- end -->`.
 """
 
 import argparse
@@ -118,22 +114,14 @@ def memory_page():
     return f"{table}\n\n`python benchmarks/bench.py --memory`\n\n{notes}\n"
 
 
-def short(content):
-    """Return a result file's table, and a line with its command, its hardware, versions and
-    date."""
-    table, command, notes, *_ = content.split("\n\n")
-    return f"{table}\n\n{command}: {notes.splitlines()[0].removeprefix('- ')}"
-
-
 def filled(page):
     """Return a page's text with the result files' current content."""
 
     def block(match):
-        marker, file, shortened, end = match.groups()
-        content = (ROOT / file).read_text().strip()
-        return f"{marker}\n{short(content) if shortened else content}\n{end}"
+        marker, file, end = match.groups()
+        return f"{marker}\n{(ROOT / file).read_text().strip()}\n{end}"
 
-    marked = r"(<!-- (benchmarks/results/\S+)( short)? -->)\n.*?\n?(<!-- end -->)"
+    marked = r"(<!-- (benchmarks/results/\S+) -->)\n.*?\n?(<!-- end -->)"
     return re.sub(marked, block, page, flags=re.DOTALL)
 
 
@@ -152,12 +140,12 @@ def publish(path, results):
 
 
 def main():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--publish", type=Path, metavar="PATH")
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--pictures", action="store_true")
-    parser.add_argument("--screen", type=Path, metavar="PATH")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--publish", type=Path, metavar="PATH", help="the .json that bench.py has written")
+    add("--memory", action="store_true", help="compute memory.md again")
+    add("--pictures", action="store_true", help="measure the pictures of pictures.py again")
+    add("--screen", type=Path, metavar="PATH", help="a terminal, recorded by `script`")
     args = parser.parse_args()
     problem = publish(args.publish, RESULTS) if args.publish else None
     if problem:

@@ -58,7 +58,6 @@ class Training:
         self.convolve = convolutions(self.alone[0], self.cached[0], self.dtype())
 
     def make(self):
-        torch.manual_seed(0)
         model = self.recipe.build_model(self.args).to(self.accelerator.device)
         return model, *self.recipe.make_optimizer(model, self.args, total_steps=10**9)
 
@@ -149,9 +148,8 @@ def span(values, form):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("recipe", choices=("ddp_cifar", "amp_cifar"))
     parser.add_argument("--rounds", type=int, default=5, help="of all loops (5)")
     parser.add_argument("--steps", type=int, default=2, help="of a loop in a round (2)")
@@ -174,8 +172,7 @@ def main():
     say(
         f"{own.recipe}, {precision}, {processes} processes, {hardware()}, torch {torch.__version__}"
     )
-    say(f"{args.batch_size} samples per process, {own.rounds} rounds of {own.steps} steps;")
-    say("median, lowest and highest of the rounds")
+    say(f"{args.batch_size} samples per process, median and range of {own.rounds} rounds")
     for name, values in seconds.items():
         rate = args.batch_size * processes / statistics.median(values)
         say(f"  {name:12} {span([1000 * x for x in values], '.1f')} ms, {rate:,.0f} images/s")
