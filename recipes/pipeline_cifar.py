@@ -291,8 +291,7 @@ class Metrics:
         self.accelerator = accelerator
         self.config = config
         self.steps = steps
-        self.step = steps.done
-        self.last_line = steps.done  # the step of the last line
+        self.step = self.last_line = steps.done  # the newest, and that of the last line
         self.names = []
         self.sums = 0  # of `sample_rows`, since the last line
         self.newest = {}  # value of each name
@@ -485,6 +484,7 @@ def reproducible(loaders, seed):
         if not hasattr(without_subset(loader.dataset), "set_epoch"):
             # DataLoader forbids an assignment, since a sampler may belong to the dataset.
             object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
+        without_subset(loader.dataset).set_epoch(0)
     return loaders
 
 
@@ -987,7 +987,7 @@ def synthetic_images(samples, seed):
 # =============================================================================== this recipe's own
 STAGES = 2
 ABOVE_0 += ["chunks"]
-Checkpoints.may_differ |= {"schedule", "chunks", "bubble", "pipelines"}
+Checkpoints.may_differ |= {"schedule", "chunks", "bubble", "pipelines", "stages"}
 
 
 # ----------------------------------------------------------------------------------- flags and data

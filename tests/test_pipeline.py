@@ -24,7 +24,7 @@ def gradients(tmp_path_factory):
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_gradients_and_steps_are_those_of_the_whole_model(gradients, processes):
     """Over the same chunks: both schedules, several cuts, BatchNorm, momentum, accumulation, an
-    operation in place, a frozen stage, clipping, and weighted samples."""
+    operation in place, buffers, a frozen stage, clipping, and weighted samples."""
     cases = gradients[processes]["cases"]
     assert len(cases) == (1 if processes == 8 else 7)
     for case, (deviation, update, loss, expected_loss) in cases.items():
@@ -36,8 +36,7 @@ def test_gradients_and_steps_are_those_of_the_whole_model(gradients, processes):
 
 @pytest.mark.slow
 def test_a_stage_that_waits_has_as_much_time_as_the_other_collectives(gradients):
-    timeouts = gradients[4]["timeouts"]
-    assert timeouts and set(timeouts) == {recipe.TIMEOUT.total_seconds()}
+    assert set(gradients[4]["timeouts"]) == {recipe.TIMEOUT.total_seconds()}
 
 
 def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path):
@@ -141,7 +140,6 @@ MISTAKES = {
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),
     "tied over the cut": (lambda: cut(linear, linear), "share a parameter (tied weights): choose"),
     "dictionary": (lambda: last_stage({"x": images, "y": labels}), "has to be two tensors"),
-    "three tensors": (lambda: last_stage((images, labels, labels)), "has to be two tensors"),
     "other shapes": (lambda: last_stage((images[:, :1], labels)), "not [(4, 1), (4,)]"),
     "other keys": (lambda: last_stage((images, labels), ("loss", "certain")), "the same keys"),
 }
@@ -150,15 +148,13 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_that_names_it(mistake):
     call, said = MISTAKES[mistake]
+    assert len(last_stage((images[:3], labels[:3]))["loss"]) == 3, "an incomplete batch is none"
     with pytest.raises(Exit, match=re.escape(said)):
         call()
 
 
-RETURNED = '    return {"loss": loss, "accuracy": logits.argmax(1) == labels}\n'
-
-
 @pytest.mark.slow
-@pytest.mark.copied("pipeline_cifar", (RETURNED, "    return loss.mean()\n"), processes=4)
+@pytest.mark.copied("pipeline_cifar", ('labels, reduction="none"', "labels"), processes=4)
 def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
     ranks = re.findall("^mine: error: rank (.): compute_loss: return {", outcome.output, re.M)
     assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output

@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 recipe = load("recipes/pipeline_cifar.py")
 accelerator = Accelerator(cpu=True)
 accelerator.cpu_group = None  # the default group
-path = Path(sys.argv[1])
 replicas = accelerator.num_processes // 2
 plain_loss = recipe.compute_loss
 answers = {}
@@ -39,6 +38,7 @@ def build_model(name):
     # The second stage begins with an operation in place, on the tensor that it has received.
     model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), nn.ReLU(inplace=True), nn.Linear(8, 10))
     model[1].requires_grad_(name != "frozen")
+    model[0].register_buffer("rank", torch.zeros(()))
     return model.double()
 
 
@@ -81,11 +81,14 @@ def train_pipeline(args, whole, batches, accumulation, clip_norm):
     model = recipe.Pipeline(args, accelerator, recipe.model_blocks(whole))
     optimizer = accelerator.prepare_optimizer(make_optimizer(model, len(batches)))
     scheduler = SimpleNamespace(step=lambda: None)
+    for buffer in model.other_buffers:
+        buffer.fill_(accelerator.process_index)
     for batch in batches:
         own = [x.chunk(replicas)[model.replicas.rank()].chunk(accumulation) for x in batch]
         metrics, _ = recipe.train_step(
             accelerator, model, optimizer, scheduler, list(zip(*own, strict=True)), (0,), clip_norm
         )
+    assert all(x == 0 for x in model.other_buffers), "all pipelines have those of the first one"
     sums = accelerator.reduce(sum(recipe.sample_rows(x).sum(0) for x in metrics))
     return model, recipe.means(metrics[0], sums, 8 * replicas)["loss"]
 
@@ -125,5 +128,5 @@ _, *groups = [group for group in distributed_c10d._world.pg_map if group is not 
 backends = [group._get_backend(torch.device("cpu")) for group in groups]
 timeouts = [backend.options._timeout.total_seconds() for backend in backends]
 if accelerator.is_main_process:
-    path.write_text(json.dumps({"cases": answers, "timeouts": timeouts}))
+    Path(sys.argv[1]).write_text(json.dumps({"cases": answers, "timeouts": timeouts}))
 accelerator.end_training()
