@@ -21,8 +21,8 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
-NODES = tuple(f"n{number}" for number in range(1, 9))
-SPARE_NODES = ("s1", "s2")  # in a partition of their own
+NODES = ("n1",)
+SPARE_NODES = ("s1", "s2")  # in two partitions, one of which goes first
 GPU_NODES = ("g1", "g2")  # with two GPUs each: files of that name, which is all that Slurm looks at
 ALL_NODES = (*NODES, *SPARE_NODES, *GPU_NODES)
 
@@ -62,9 +62,9 @@ FirstJobId={first_job}
 GresTypes=gpu
 NodeName=DEFAULT CPUs=4 RealMemory=1000
 {nodes}
-PartitionName=low Nodes={cpu_nodes} Default=YES PriorityTier=1 GraceTime=60
-PartitionName=high Nodes={cpu_nodes} PriorityTier=2 PreemptMode=OFF
-PartitionName=spare Nodes={spare_nodes}
+PartitionName=low Nodes={cpu_nodes} Default=YES
+PartitionName=spare Nodes={spare_nodes} PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes={spare_nodes} PriorityTier=2 PreemptMode=OFF
 PartitionName=gpu Nodes={gpu_nodes}
 """
 
