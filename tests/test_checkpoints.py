@@ -109,7 +109,7 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_ones_stay(tmp_path):
 
 def test_a_run_that_is_not_finite_ends_before_it_saves(tmp_path):
     """Two processes, a line of metrics every 3 steps and a checkpoint every 5."""
-    cases = {"loss": {"1": [7, "nan"]}, "weights": {"0": [8, "inf"]}}
+    cases = {"loss": {"1": [7, "nan"]}, "weights": {"0": [9, "inf"]}}
     flags = ["--batch-size", 32, "--checkpoint-every", 5, "--clip-norm", 1]
     common = {"recipe": "ddp_cifar", "processes": 2, "flags": flags, "grace": 0.5}
     runs = [
