@@ -1200,7 +1200,7 @@ def filled_up(model, batch):
     """Return a batch in which samples are repeated if it is incomplete. Exit with an error unless
     it is two tensors of the first batch's shapes, for which P2P is set up."""
     if [torch.is_tensor(x) for x in batch] != [True, True]:
-        exit_with_error("load_data: a batch has to be two tensors, inputs and targets")
+        exit_with_error("load_data: a batch must be two tensors, inputs and targets")
     copies = math.ceil(model.batch_size / len(batch[1]))
     if copies > 1:
         batch = [torch.cat([x] * copies)[: model.batch_size] for x in batch]
@@ -1241,9 +1241,9 @@ def clip_both_stages(accelerator, model, clip_norm):
 # ------------------------------------------------------------------------------- both stages' state
 def describe_stages(args, stage):
     """Return what `describe` adds to the configuration."""
-    first, *_, last = [name.replace("/", ".") for name in [*stage._modules] * 2]
+    names = [name.replace("/", ".") for name in stage._modules]
     parameters = sum(p.numel() for p in stage.parameters())
-    stages = utils.gather_object([f"{first} to {last}: {parameters:,} parameters"])
+    stages = utils.gather_object([f"{names[0]} to {names[-1]}: {parameters:,} parameters"])
     return {
         "pipelines": len(stages) // STAGES,
         "stages": stages[:STAGES],

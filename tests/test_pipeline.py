@@ -139,7 +139,7 @@ MISTAKES = {
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),
     "tied over the cut": (lambda: cut(linear, linear), "share a parameter (tied weights): choose"),
-    "dictionary": (lambda: last_stage({"x": images, "y": labels}), "has to be two tensors"),
+    "dictionary": (lambda: last_stage({"x": images, "y": labels}), "must be two tensors"),
     "other shapes": (lambda: last_stage((images[:, :1], labels)), "not [(4, 1), (4,)]"),
     "other keys": (lambda: last_stage((images, labels), ("loss", "certain")), "the same keys"),
 }
