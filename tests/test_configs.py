@@ -6,22 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import (
-    CONFIGS,
-    LITTLE_DATA,
-    ROOT,
-    SMALL,
-    Exit,
-    copy,
-    launch,
-    load,
-    outputs,
-    train_forked,
-)
+from conftest import CONFIGS, LITTLE_DATA, SMALL, Exit, copy, launch, load, outputs, train_forked
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
-NODES = ROOT / "accelerate_configs/nodes.yaml"
+NODES = CONFIGS[4].with_name("nodes.yaml")
 
 
 @pytest.mark.parametrize("processes", CONFIGS)
@@ -109,10 +98,8 @@ def test_a_global_batch_is_divided_into_the_fewest_microbatches_that_fit(batch, 
         share = global_batch // replicas
         sizes = [size for size in range(multiple, batch + 1, multiple) if share % size == 0]
         assert answer == (max(sizes), share // max(sizes))
-
-
-def test_without_a_global_batch_it_is_the_batches_of_all_processes():
-    assert divided(None, 32, 4) == (32, 1)
+    whole = batch - batch % multiple
+    assert divided(None, whole, replicas, multiple) == (whole, 1), "the batches of all processes"
 
 
 def test_an_epoch_without_one_whole_global_batch_is_an_error():

@@ -31,18 +31,17 @@ def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(kind, tm
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_several_processes_are_an_error_that_says_how_to_launch_one(monkeypatch):
-    recipe = load("recipes/data_parallel_cifar.py", exits=True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Exit, match=r"one process, --num_processes 1: or use ddp_cifar.py"):
-        recipe.make_accelerator(None)
-
-
-def test_a_launchers_precision_is_an_error_and_not_training_in_fp32(monkeypatch):
-    recipe = load("recipes/data_parallel_cifar.py", exits=True)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(Exit, match="the baseline trains in fp32"):
-        recipe.make_accelerator(None)
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "2", "one process, --num_processes 1: or use ddp_cifar.py"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "the baseline trains in fp32"),
+    ],
+)
+def test_a_launchers_setting_that_it_would_ignore_is_an_error(monkeypatch, name, value, said):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(Exit, match=said):
+        load("recipes/data_parallel_cifar.py", exits=True).make_accelerator(None)
 
 
 def test_a_loss_that_is_not_finite_is_an_error():

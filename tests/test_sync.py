@@ -165,12 +165,9 @@ def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project):
     assert "amp_cifar.py: its machinery was edited" in process.stderr
 
 
-@pytest.mark.parametrize(
-    ("recipe", "banner"), [("ddp_cifar.py", " machinery"), ("sharded_cifar.py", "'s own")]
-)
-def test_make_sync_does_not_touch_a_recipe_without_a_banner(project, recipe, banner):
-    text = (RECIPES / recipe).read_text()
-    (line,) = [x for x in text.splitlines() if x.startswith("# =====") and banner in x]
-    process, before, after = project(recipe, f"{line}\n", "")
+@pytest.mark.parametrize("recipe", ["ddp_cifar.py", "sharded_cifar.py"])
+def test_make_sync_does_not_touch_a_recipe_without_a_banner(project, recipe):
+    banner = re.search("\n# =+ this recipe's own", (RECIPES / recipe).read_text())[0]
+    process, before, after = project(recipe, banner, "")
     assert process.returncode == 1 and before == after
     assert f"ValueError: {recipe}: expected the banners of part 2" in process.stderr

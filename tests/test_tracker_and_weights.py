@@ -1,8 +1,9 @@
-"""--tracker has the lines of metrics; --epochs 0 evaluates --weights. Weights that do not fit, or fit
-only in part, are in test_errors.py."""
+"""--tracker has the lines of metrics; --epochs 0 evaluates --weights. Weights that do not fit:
+test_errors.py."""
 
 import pytest
 from conftest import train_forked
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RECIPES = ["ddp_cifar", "pipeline_cifar"]
 FLAGS = ["--batch-size", 64, "--seed", 3]
@@ -16,11 +17,8 @@ def trained(tmp_path_factory):
 
 
 def test_tensorboard_has_the_lines_of_metrics(trained):
-    loading = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
-    )
     result = trained["ddp_cifar"]
-    events = loading.EventAccumulator(str(result.directory / "ddp_cifar")).Reload()
+    events = EventAccumulator(str(result.directory / "ddp_cifar")).Reload()
     tags = events.Tags()["scalars"]
     assert {tag.partition("/")[0] for tag in tags} == {"train", "evaluation"}
     for event, lines in (("train", result.train), ("evaluation", result.evaluations)):

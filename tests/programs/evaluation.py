@@ -1,6 +1,6 @@
 """Run by test_training.py: evaluate test sets of many sizes, most of which divide nothing.
 
-Writes {size: [means by the recipe's `evaluate` over all ranks, means by one formula over all
+Writes {case: [means by the recipe's `evaluate` over all ranks, means by one formula over all
 samples]} to argv[1], with samples that count equally and with weights.
 """
 
@@ -27,8 +27,7 @@ answers = {}
 
 
 def weighted(model, batch):
-    images, labels = batch
-    return {**unweighted(model, batch), "weight": labels + 1, "positive": images[:, 0] > 0}
+    return {**unweighted(model, batch), "weight": batch[1] + 1}
 
 
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
@@ -37,20 +36,17 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     dataset = recipe.SeededSamples(TensorDataset(inputs, labels), 0)
     prepared, loader = accelerator.prepare(model, DataLoader(dataset, batch_size=4))
     logits = model(inputs)
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    hits = (logits.argmax(1) == labels).double()
-    recipe.compute_loss = unweighted
-    direct = {"test_loss": losses.mean().item(), "test_accuracy": hits.mean().item()}
-    answers[size] = [recipe.evaluate(accelerator, prepared, loader, hang, stop), direct]
-    recipe.compute_loss = weighted
-    weight = (labels + 1.0) / (labels + 1.0).sum()
-    direct = {
-        "test_loss": (losses * weight).sum().item(),
-        "test_accuracy": (hits * weight).sum().item(),
-        "test_positive": ((inputs[:, 0] > 0) * weight).sum().item(),
+    values = {
+        "test_loss": F.cross_entropy(logits, labels, reduction="none"),
+        "test_accuracy": logits.argmax(1) == labels,
     }
-    told = recipe.evaluate(accelerator, prepared, loader, hang, stop)
-    answers[f"{size} weighted"] = [told, direct]
+    for compute_loss in (unweighted, weighted):
+        weight = labels + 1.0 if compute_loss is weighted else torch.ones(size)
+        weight /= weight.sum()
+        direct = {name: (x * weight).sum().item() for name, x in values.items()}
+        recipe.compute_loss = compute_loss
+        told = recipe.evaluate(accelerator, prepared, loader, hang, stop)
+        answers[f"{size} {compute_loss.__name__}"] = [told, direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared
