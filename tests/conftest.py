@@ -61,14 +61,9 @@ def exit_by_exception(message):
 
 def run(command, cwd=ROOT, check=True, timeout=600, **env):
     """Run a command as a user would; return its exit code, stdout and stderr."""
-    process = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    words = [str(word) for word in command]
+    options = {"capture_output": True, "text": True, "timeout": timeout}
+    process = subprocess.run(words, cwd=cwd, env={**os.environ, **env}, **options)
     if check:
         assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
     return process
@@ -76,9 +71,8 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
 
 def launch(processes, script, *arguments, **kwargs):
     """`accelerate launch` with the checked-in config for so many processes, on CPU."""
-    process = run(
-        [ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments], **kwargs
-    )
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments]
+    process = run(command, **kwargs)
     # Gloo's, now and then, where the process group is left to the interpreter's exit.
     assert "terminate called" not in process.stderr
     return process

@@ -51,8 +51,8 @@ def on_gpu(monkeypatch):
         yield recipe, *loaders, model, accelerator
 
 
-def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu):
-    recipe, loader, _, model, accelerator = on_gpu
+def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu):
+    recipe, loader, test_loader, model, accelerator = on_gpu
     loader.set_epoch(1)
     images, labels = batch = next(iter(loader))
     assert images.device == labels.device == GPU
@@ -69,11 +69,8 @@ def test_batches_metrics_and_a_line_of_them_stay_on_the_gpu(on_gpu):
     assert metrics.sums.device == GPU
     recipe.Metrics.log(metrics, torch.ones((), device=GPU), 0.1, torch.ones((), device=GPU))
     assert written == ["train"]
-
-
-def test_an_evaluation_stays_on_the_gpu(on_gpu):
-    recipe, _, loader, model, accelerator = on_gpu
+    # An evaluation, too.
     hang = SimpleNamespace(made_progress=lambda: None)
     stop = SimpleNamespace(requested=lambda: 0)
-    test = recipe.evaluate(accelerator, model, loader, hang, stop)
+    test = recipe.evaluate(accelerator, model, test_loader, hang, stop)
     assert test.keys() == {"test_loss", "test_accuracy"}

@@ -3,7 +3,6 @@ and with the scripts that a Slurm job runs on its nodes."""
 
 import faulthandler
 import os
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -62,16 +61,6 @@ def test_without_a_gpu_the_accelerator_is_told_to_use_the_cpu(start):
     """Otherwise the processes of a launch would not see each other."""
     accelerator, args = start(device_count=0)
     assert accelerator.cpu and start.devices == [] and args.log_every == 10
-
-
-def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_training_on_cpu(start):
-    class TooOld(list):
-        def append(self, device):
-            raise RuntimeError("The NVIDIA driver on your system is too old")
-
-    start.devices = TooOld()
-    with pytest.raises(RuntimeError, match="too old"):
-        start(device_count=1)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +168,7 @@ def on_node(directory, accelerate, *arguments, **environment):
     return run(command, cwd=directory, check=False, **environment)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_what_a_node_of_a_slurm_job_answers(tmp_path):
+def test_a_slurm_job_is_requeued_only_if_it_was_stopped(tmp_path):
     """submit_job.sh goes back into the queue on 138: not where the training was complete before it
     could stop."""
     cases = {("unwarned", 0): 0, ("unwarned", 2): 2, ("warned", 0): 0, ("warned", 1): 138}

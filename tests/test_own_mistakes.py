@@ -77,7 +77,6 @@ OF_TWO_PROCESSES = data.DistributedSampler(SAMPLES, 2, 0)
 
 LOADERS = {
     "one loader": TRAIN,
-    "three loaders": (TRAIN, TEST, TEST),
     "datasets": (SAMPLES, SAMPLES),
     "a test without the last samples": (TRAIN, TRAIN),
     "training with a smaller last batch": (TEST, TEST),

@@ -1,7 +1,6 @@
 """The training step and the evaluation against independent references, and a run as a whole."""
 
 import re
-import time
 
 import accelerate
 import pytest
@@ -79,17 +78,14 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
         "recipe": "ddp_cifar",
         "model": "resnet50",
         "stem": "imagenet",
-        "data": "synthetic",
         "device": "cpu",
         "precision": "fp32",
         "world_size": 2,
         "batch_size": 16,
         "global_batch_size": 32,
         "accumulation": 1,
-        "epochs": 2,
         "steps": 6,
         "steps_per_epoch": 20,
-        "seed": 0,
         "peak_learning_rate": 0.025,
         "resumed_from": 0,
         "versions": f"torch {torch.__version__}, accelerate {accelerate.__version__}",
@@ -115,7 +111,7 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     assert {name: summary[name] for name in names} == {name: newest[name] for name in names}
     assert summary["seconds"] > sum(line["seconds"] for line in resnet_run.train)
     times = [line["time"] for line in (*resnet_run.train, evaluation)]
-    assert times == sorted(times) and 0 < time.time() - times[0] < 86400
+    assert times == sorted(times)
 
 
 def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):
