@@ -183,7 +183,6 @@ def test_a_slurm_job_is_requeued_only_if_it_was_stopped(tmp_path):
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "1"}, "to-10.0.0.1"),
         ({"SLURM_NNODES": "2", "GLOO_SOCKET_IFNAME": "chosen"}, "chosen"),
         ({"SLURM_NNODES": "2", "last_node": "nowhere.invalid"}, "none"),
-        ({}, "none"),
     ],
 )
 def test_a_node_tells_gloo_the_interface_to_the_others(tmp_path, environment, expected):
