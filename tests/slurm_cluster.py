@@ -1,10 +1,4 @@
-"""A Slurm cluster of nodes on this machine, from Debian's packages: for test_slurm.py, or to
-try things by hand.
-
-python tests/slurm_cluster.py DIRECTORY
-
-starts it, prints the variable that sbatch needs, and waits for Ctrl-C.
-"""
+"""A Slurm cluster of nodes on this machine, from Debian's packages: for test_slurm.py."""
 
 import contextlib
 import os
@@ -15,7 +9,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -121,17 +114,8 @@ class Cluster:
     def start(self):
         directory = self.directory
         subprocess.run(["mungekey", "--create", f"--keyfile={directory}/munge.key"], check=True)
-        files = (
-            "socket",
-            "key-file=munge.key",
-            "pid-file=munge.pid",
-            "log-file=munge.log",
-            "seed-file=munge.seed",
-        )
-        flags = [
-            f"--{name.partition('=')[0]}={directory}/{name.partition('=')[2] or 'munge.socket'}"
-            for name in files
-        ]
+        flags = [f"--{x}-file={directory}/munge.{x}" for x in ("pid", "log", "seed", "key")]
+        flags.append(f"--socket={directory}/munge.socket")
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
         self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
         self.spawn("slurmctld", "slurmctld", "-D")
@@ -208,15 +192,3 @@ def descendants(pid):
         ["pgrep", "--parent", str(pid)], capture_output=True, text=True
     ).stdout.split()
     return [found for child in map(int, children) for found in [child, *descendants(child)]]
-
-
-if __name__ == "__main__":
-    cluster = Cluster(sys.argv[1])
-    try:
-        cluster.start()
-        print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}", flush=True)
-        signal.pause()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        cluster.stop()

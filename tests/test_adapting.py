@@ -1,7 +1,6 @@
 """What docs/adapting.md says to write in a copy, taken from that page: on two processes, stopped in
 mid-training and continued by the same command, it is the uninterrupted run."""
 
-import random
 import re
 
 import pytest
@@ -247,27 +246,6 @@ def test_each_class_is_drawn_as_often_as_any_other(adapted, what):
     assert epochs == pytest.approx([0.5, 0.5], abs=0.15)
     sums = [line["sum"] for line in run["train"]]
     assert len(rare) == 24 and sorted(sums[:12]) != sorted(sums[12:]), "each epoch draws anew"
-
-
-def test_a_sample_that_is_drawn_twice_is_transformed_in_two_ways():
-    recipe = load("recipes/ddp_cifar.py")
-    space = {"SeededSamples": recipe.SeededSamples, "seed_rng": recipe.seed_rng}
-    space |= {"torch": torch, "random": random}
-    exec(blocks("Balanced classes", "python")[0], space)
-
-    class Random(torch.utils.data.Dataset):
-        def __len__(self):
-            return 20
-
-        def __getitem__(self, index):
-            return index, torch.rand(()).item()
-
-    dataset = space["Balanced"](Random(), torch.tensor([0] * 19 + [1]), seed=7)
-    dataset.set_epoch(3)
-    samples = [dataset[index] for index in range(20)]
-    assert samples == [dataset[index] for index in range(20)]
-    rare = [value for index, value in samples if index == 19]
-    assert 4 <= len(rare) <= 16 and len(set(rare)) == len(rare)
 
 
 @pytest.mark.parametrize("what", ["rows"])

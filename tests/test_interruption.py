@@ -245,14 +245,12 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
         [little(tmp_path, "stuck", STUCK_WORKER, "--batch-size", 8)], tmp_path
     )
     assert codes == [2] and "not finite at step 1" in output, output
-    worker = int((tmp_path / "stuck/worker").read_text())
-
-    def has_ended():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
-        return True
-
-    wait_until(has_ended, 2)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        worker = psutil.Process(int((tmp_path / "stuck/worker").read_text()))
+        try:
+            wait_until(lambda: worker.status() == psutil.STATUS_ZOMBIE, 2)
+        finally:
+            worker.kill()
 
 
 TWO_RUNS = f"""
