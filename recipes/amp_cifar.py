@@ -384,7 +384,7 @@ def divide_global_batch(args, accelerator, replicas, multiple=1):
     share, rest = divmod(args.global_batch_size, replicas * multiple)
     if rest:
         exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
-    largest = args.batch_size // multiple
+    largest = max(1, args.batch_size // multiple)
     accumulation = next(n for n in count(1) if share % n == 0 and share // n <= largest)
     accelerator.gradient_accumulation_steps = accumulation
     args.batch_size = share // accumulation * multiple
@@ -639,7 +639,7 @@ class StopSignal(threading.Thread):
         while True:
             with suppress(TimeoutError):
                 self.receive(self.numbers.recv(1)[0])
-            if LAUNCHED and os.getppid() != LAUNCHER:  # it may die without passing a signal on
+            if LAUNCHED and os.getppid() != LAUNCHER and not self.received:  # it has died
                 self.receive(signal.SIGTERM)
 
     def receive(self, number):
@@ -652,20 +652,20 @@ class StopSignal(threading.Thread):
             self.received = number
             self.time = time.monotonic()
             say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-C again: abort)")
-        elif number == signal.SIGINT and time.monotonic() - self.time > 1:  # the launcher's: before
-            exit_now(128 + number)
+        elif self.received == signal.SIGINT and number in (signal.SIGINT, signal.SIGTERM):
+            if time.monotonic() - self.time > 1:  # before, the launcher passes the first one on
+                exit_now(128 + number)
 
     def requested(self):
         """Return the signal on which all ranks stop now, or 0: the result of the vote that was
         begun one call ago. All ranks call this."""
         if self.pending:
-            self.pending.wait()
+            torch.futures.wait_all([self.pending.get_future()])  # in torch: see HangDetector
         self.agreed = self.vote.item()
         self.vote.fill_(self.received)
         if self.group:
             maximum = distributed.ReduceOp.MAX
-            work = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
-            self.pending = work.get_future()  # whose `wait` is in a file of torch: see HangDetector
+            self.pending = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
         return self.agreed
 
 
@@ -768,7 +768,7 @@ def exit_with_error(message):
     each machine prints at once; the others seconds later, if the launcher has not ended them."""
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends it
-        time.sleep(5)
+        time.sleep(4 + int(os.environ["LOCAL_RANK"]))
         message = f"rank {os.environ['RANK']}: {message}"
     say(f"error: {message}")
     exit_now(2)
