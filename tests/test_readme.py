@@ -221,6 +221,7 @@ def test_the_figures_are_those_of_the_result_files():
     lines = [[row[index] for index in wanted] for row in rows(measured, "| recipe |")]
     shown = rows(README, "| recipe | images/s |")
     assert len(shown) == 3 and all(row in lines for row in shown)
+    assert re.search(r"\d{4}-\d\d-\d\d", section(README, "Results"))[0] in measured
     [accuracy] = re.findall(r"epochs in bf16: ([\d.]+%) \(seed 0\), ([\d.]+%) \(seed 1\)", README)
     assert f"| {', '.join(accuracy)} | 0, 1 |" in (results / "accuracy.md").read_text()
 
