@@ -1,6 +1,4 @@
-"""Run by test_sharded.py, as processes of forked.py:
-
-    sharded_gradient.py ANSWER.json REPLICAS CHECKPOINTING
+"""Run by test_sharded.py, as processes of forked.py: sharded_gradient.py ANSWER REPLICAS TWICE
 
 One step of ResNet-50 in float64, with a quarter of its channels, sharded by the recipe's functions,
 and in the main process the same step of the whole model, over the same samples divided in the same
@@ -26,6 +24,7 @@ BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1
 recipe = load("recipes/sharded_cifar.py")
 path, replicas = sys.argv[1], int(sys.argv[2])
 accelerator = Accelerator(cpu=True)
+accelerator.cpu_group = None
 mesh = recipe.make_mesh(accelerator, replicas)
 
 
