@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from datetime import date
@@ -341,7 +342,6 @@ def notes(args, configurations):
         f"{model}, batch {args.batch_size} per process, data {args.data}. {args.measured}, "
         f"configurations in turn; runs of {args.steps} steps without the first "
         f"{args.warmup_steps}, which are warm-up.",
-        *(f"{name}: {meaning}." for name, meaning in COLUMNS.items() if meaning),
     ]
     for one in configurations:
         if one.unavailable:
@@ -381,9 +381,13 @@ def write(configurations, args):
     ruler = ["---", *["---:"] * (len(COLUMNS) - 1)]
     lines = [" | ".join(cells) for cells in [list(COLUMNS), ruler, *rows(configurations)]]
     text = "\n".join(f"| {line} |" for line in lines)
-    command = shlex.join(["python", "benchmarks/bench.py", *sys.argv[1:]])
-    said = "\n".join(f"- {line}" for line in notes(args, configurations))
-    path.with_suffix(".md").write_text(f"{text}\n\n`{command}`\n\n{said}\n")
+    # A line may break between words, not in a quoted one.
+    words = [shlex.quote(word).replace(" ", "\0") for word in sys.argv[1:]]
+    lines = textwrap.wrap(" ".join(["python benchmarks/bench.py", *words]), 96)
+    command = " \\\n  ".join(lines).replace("\0", " ")
+    wrap = textwrap.TextWrapper(100, initial_indent="- ", subsequent_indent="  ")
+    said = "\n".join(map(wrap.fill, notes(args, configurations)))
+    path.with_suffix(".md").write_text(f"{text}\n\n```\n{command}\n```\n\n{said}\n")
     return path
 
 
@@ -479,6 +483,7 @@ def main():
         args.measured += ", then interrupted"
     console.print(table(configurations))
     console.print("\n".join(notes(args, configurations)))
+    console.print("\n".join(f"{name}: {meaning}" for name, meaning in COLUMNS.items() if meaning))
     if any(one.samples for one in configurations):
         console.print(f"written: {write(configurations, args)}, .md")
     for one in configurations:

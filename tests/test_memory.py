@@ -6,13 +6,13 @@ import memory
 import pytest
 from conftest import PROGRAMS, ROOT, copy, forked, load
 
-# Large activations and large weights.
+# Large weights, then large activations: their peak comes before there are gradients.
 MODEL = """
 
 def build_model(args):
-    convolution = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-    hidden = nn.Sequential(nn.Flatten(), nn.Linear(16384, 256), nn.ReLU())
-    return nn.Sequential(convolution, hidden, nn.Linear(256, 10))
+    hidden = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2048), nn.Unflatten(1, (2, 32, 32)))
+    convolution = nn.Sequential(nn.Conv2d(2, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(hidden, convolution, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
 """
 COUNTED = """
 
