@@ -4,10 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy
-import pytest
 import torch
 from conftest import LITTLE_DATA, SMALL, copy, forked, load
 from test_resume import STEPS, assert_identical, begin_of, content
@@ -105,22 +102,6 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_ones_stay(tmp_path):
         assert {path: path.read_bytes() for path in directory.glob("step-*.pt")} == before
         assert not (directory / "checkpoint.tmp").exists()
     assert reasons == [("OSError", "File too large"), ("PermissionError", "Permission denied")]
-
-
-def test_a_run_that_is_not_finite_ends_before_it_saves(tmp_path):
-    """Two processes, a line of metrics every 3 steps and a checkpoint every 5."""
-    cases = {"loss": {"1": [7, "nan"]}, "weights": {"0": [9, "inf"]}}
-    flags = ["--batch-size", 32, "--checkpoint-every", 5, "--clip-norm", 1]
-    common = {"recipe": "ddp_cifar", "processes": 2, "flags": flags, "grace": 0.5}
-    runs = [
-        {**common, "directory": tmp_path / name, "disturbances": disturbances}
-        for name, disturbances in cases.items()
-    ]
-    for name, answer in zip(cases, forked(runs, tmp_path), strict=True):
-        line = the_error(answer)
-        assert "loss or weights are not finite at step 9, which is not saved" in line, name
-        assert "lower --lr, or set --clip-norm 1" in line
-        assert checkpoints(tmp_path / name) == [5]
 
 
 def flip(path):
@@ -227,20 +208,3 @@ def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):
     checkpoint = read(None, path)
     assert in_memory() - before < 16 * 1024, "of 65,536 kB"
     assert checkpoint["weights"].sum() == 2**24
-
-
-def test_what_could_not_be_read_again_is_not_saved_and_modules_keep_their_versions(tmp_path):
-    """NumPy's numbers are not read without running code. By its version a module tells whether to
-    convert what it loads."""
-    recipe = load("recipes/ddp_cifar.py")
-    config = {"output_dir": tmp_path, "keep": 2}
-    model = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
-    checkpoints = recipe.Checkpoints(SimpleNamespace(is_main_process=True), config, {})
-    states = {"model": model.state_dict()}
-    checkpoints.write(states, tmp_path / "step-00000001.pt")
-    saved = checkpoints.read(tmp_path / "step-00000001.pt")
-    assert saved["model"]._metadata["0"] == {"version": 2}
-    with pytest.raises(Exception, match="numpy"):
-        states["learning_rate"] = numpy.float64(0.5)
-        checkpoints.write(states, tmp_path / "step-00000002.pt")
-    assert not (tmp_path / "step-00000002.pt").exists()

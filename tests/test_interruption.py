@@ -194,20 +194,17 @@ def train_step(*arguments):
         os.kill(os.getpid(), signal.SIGHUP if step == 2 else signal.SIGTERM)
     return plain_step(*arguments)
 """
+LINE = "        resource_tracker.ensure_running()"
+EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
 
 
-def test_under_nohup_a_hangup_does_not_stop_a_run(tmp_path):
-    run = little(tmp_path, "nohup", UNDER_NOHUP, "--batch-size", 8)
-    ((codes, output),) = forked([run], tmp_path)
+def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_path):
+    """One that comes while the handlers are installed."""
+    nohup = little(tmp_path, "nohup", UNDER_NOHUP, "--batch-size", 8)
+    early = little(tmp_path, "early", "", "--batch-size", 8, replacements=[EARLY])
+    (codes, output), (early_codes, early_output) = forked([nohup, early], tmp_path)
     assert codes == [143] and "stopped after step 6, which is saved" in output, output
-
-
-def test_a_signal_while_the_handlers_are_installed_is_not_lost(tmp_path):
-    line = "        resource_tracker.ensure_running()"
-    early = line, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{line}"
-    run = little(tmp_path, "early", "", "--batch-size", 8, replacements=[early])
-    ((codes, output),) = forked([run], tmp_path)
-    assert codes == [138] and "stopped after step 2, which is saved" in output, output
+    assert early_codes == [138] and "stopped after step 2" in early_output, early_output
 
 
 STUCK_WORKER = """

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import torchvision
-from conftest import LITTLE_DATA, ROOT, SMALL, copy, forked, outputs
+from conftest import LITTLE_DATA, ROOT, SMALL, copy, forked, load, outputs
 from safetensors.torch import load_file
 from test_resume import untimed
 
@@ -276,20 +276,17 @@ def test_the_second_epoch_is_not_the_first_one_of_the_next_seed(pixels):
     assert len(set(epochs)) == 4 and [len(epoch) for epoch in epochs] == [40] * 4
 
 
-def test_persistent_workers_make_the_batches_that_are_made_without(tmp_path):
-    options = '"collate_fn": tuple'
-    workers = options, f'{options}, "num_workers": 1, "persistent_workers": True'
-    runs = []
-    for name, replacements in (("without", []), ("with", [workers])):
-        script = copy("ddp_cifar", tmp_path / f"{name}.py", LITTLE_DATA, *replacements)
-        flags = [*SMALL, "--log-every", 1, "--max-steps", 6, "--epochs", 3, "--output-dir", name]
-        runs.append({"processes": 1, "script": script, "flags": flags, "directory": tmp_path})
-    for codes, output in forked(runs, tmp_path, together=2):
-        assert codes == [0], output
-    losses = [
-        [line["loss"] for line in outputs(tmp_path / name)["train"]] for name in ("without", "with")
-    ]
-    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+def test_persistent_workers_see_the_crops_of_each_epoch():
+    recipe = load("recipes/ddp_cifar.py")
+    data = recipe.ImageTensors(*recipe.synthetic_images(8, 1), "cpu", augmentation_seed=0)
+    options = {"collate_fn": tuple, "num_workers": 1, "persistent_workers": True}
+    loader = torch.utils.data.DataLoader(data, 8, **options)
+    batches = []
+    for epoch in (1, 2):
+        data.set_epoch(epoch)
+        batches += [batch[0] for batch in loader]
+        assert torch.equal(batches[-1], data.__getitems__(range(8))[0])
+    assert not torch.equal(*batches)
 
 
 BUILT = "    return model.to(memory_format=torch.channels_last)"
@@ -305,31 +302,6 @@ FREEZE = BUILT, f"    model[0].requires_grad_(False)\n{BUILT}"
 )
 def test_frozen_parameters(outcome, processes):
     assert outcome.codes == [0] * processes and "step 2/2" in outcome.output, outcome.output
-
-
-IN_PLACE = """
-class Counting(nn.Flatten):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
-
-    def forward(self, x):
-        self.calls += self.training
-        # Two steps of eight microbatches: what comes before the first has to leave no trace.
-        assert self.calls <= 2 * 8
-        return super().forward(x)
-
-
-def build_model(args):
-    return nn.Sequential(
-        Counting(), nn.Linear(3072, 10), nn.ReLU(inplace=True), nn.Linear(10, 10)
-    )
-"""
-
-
-@pytest.mark.copied("pipeline_cifar", project=IN_PLACE, processes=2)
-def test_operations_in_place_and_a_buffer_that_counts_calls_in_a_pipeline(outcome):
-    assert outcome.codes == [0, 0] and "step 2/2" in outcome.output, outcome.output
 
 
 LATER = """
@@ -378,96 +350,24 @@ def test_a_metric_that_is_nan_does_not_end_the_run_and_is_null_in_json(outcome):
     json.loads((outcome.directory / "run/summary.json").read_text(), parse_constant=refuse)
 
 
-OWN_EXAMPLE = """
-def add_flags(parser):
-    for name in ("--data", "--model"):
-        parser.add_argument(name)
-    parser.add_argument("--width", type=int, default=8)
-
-
-def load_data(args, accelerator):
-    images, labels = synthetic_images(256, seed=1)
-    dataset = torch.utils.data.TensorDataset(images.float() / 255, labels)
-    options = {"batch_size": args.batch_size}
-    train_loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(dataset, **options)
-
-
-def build_model(args):
-    hidden = nn.Linear(3072, args.width)
-    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(args.width, 10))
-"""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.copied(
-                f"{name}_cifar",
-                project=OWN_EXAMPLE,
-                flags=["--width", 6],
-                processes=2 if name == "pipeline" else 1,
-            ),
-        )
-        for name in ("ddp", "amp", "sharded", "pipeline")
-    ],
-)
-def test_all_functions_that_are_to_be_replaced_are(outcome, name):
-    """The flags, too: those of the technique are declared elsewhere."""
-    assert set(outcome.codes) == {0}, outcome.output
-    assert outputs(outcome.directory / "run")["summary"]["width"] == 6
-
-
-WRAPPED = """
-plain_model = build_model
-
-
-class Wrapped(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, images):
-        return self.module(images)
-
-
-def build_model(args):
-    return Wrapped(plain_model(args))
-"""
-
-
-def test_weights_are_trained_on_with_another_head_and_evaluated_on_other_processes(tmp_path):
-    """Also those of a model in a wrapper, as DDP is one."""
+def test_weights_are_trained_on_and_evaluated_on_another_number_of_processes(tmp_path):
     recipe = ROOT / "recipes/ddp_cifar.py"
-    twelve = "nn.Flatten(), nn.Linear(128, 10)", "nn.Flatten(), nn.Linear(128, 12)"
-    head = copy("ddp_cifar", tmp_path / "head.py", twelve)
-    wrapped = copy("ddp_cifar", tmp_path / "wrapped.py", project=WRAPPED)
-    of_first, of_wrapped = (["--weights", f"{x}/model.safetensors"] for x in ("first", "wrapped"))
-    evaluate = ["--epochs", 0, "--batch-size", 50]
+    weights = ["--weights", "first/model.safetensors"]
     runs = {
-        "first": (1, recipe, []),
-        "more": (1, recipe, ["--lr", 0.001, *of_first]),
-        "evaluated": (2, recipe, [*evaluate, *of_first]),
-        "head": (1, head, of_first),
-        "wrapped": (1, wrapped, []),
-        "unwrapped": (1, recipe, [*evaluate, *of_wrapped]),
+        "first": (1, []),
+        "more": (1, ["--lr", 0.001, *weights]),
+        "evaluated": (2, ["--epochs", 0, "--batch-size", 50, *weights]),
     }
     described = []
-    for name, (processes, script, flags) in runs.items():
+    for name, (processes, flags) in runs.items():
         flags = [*SMALL, "--max-steps", 2, *flags, "--output-dir", name]
-        one = {"processes": processes, "script": script, "flags": flags, "directory": tmp_path}
+        one = {"processes": processes, "script": recipe, "flags": flags, "directory": tmp_path}
         described.append(one)
-    answers = dict(zip(runs, forked(described, tmp_path), strict=True))
-    assert all(set(codes) == {0} for codes, _ in answers.values()), answers
-    results = {name: outputs(tmp_path / name)["summary"] for name in runs}
-    loss = {name: result["test_loss"] for name, result in results.items()}
-    assert loss["more"] != loss["first"] and loss["more"] == pytest.approx(loss["first"], abs=0.05)
-    assert loss["evaluated"] == pytest.approx(loss["first"], abs=1e-5)
-    assert results["evaluated"]["test_accuracy"] == results["first"]["test_accuracy"]
-    assert results["evaluated"]["steps"] == 0 and not list(tmp_path.glob("evaluated/*.pt"))
-    told = "loaded 4 of 6 tensors of first/model.safetensors, not: (.*)"
-    assert sorted(re.search(told, answers["head"][1])[1].split(", ")) == ["2.1.bias", "2.1.weight"]
-    assert loss["unwrapped"] == pytest.approx(loss["wrapped"], abs=1e-5)
-    assert "loaded 6 of 6 tensors" in answers["unwrapped"][1]
+    answers = forked(described, tmp_path)
+    assert all(set(codes) == {0} for codes, _ in answers), answers
+    first, more, evaluated = (outputs(tmp_path / name)["summary"] for name in runs)
+    assert more["test_loss"] != first["test_loss"]
+    assert more["test_loss"] == pytest.approx(first["test_loss"], abs=0.05)
+    assert evaluated["test_loss"] == pytest.approx(first["test_loss"], abs=1e-5)
+    assert evaluated["test_accuracy"] == first["test_accuracy"] and evaluated["steps"] == 0
+    assert not list(tmp_path.glob("evaluated/*.pt"))
