@@ -82,3 +82,10 @@ def test_weights_in_16_bits_are_an_error_before_the_first_step():
         recipe.check_weights_are_fp32(model, "bf16")
     recipe.check_weights_are_fp32(model, "fp32")
     recipe.check_weights_are_fp32(model.float(), "fp16")
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("fp16", None), ("bf16", True)])
+def test_fp16_has_no_fused_optimizer_in_which_a_skipped_step_could_not_be_seen(precision, fused):
+    args = SimpleNamespace(precision=precision, lr=0.1, global_batch_size=128)
+    optimizer, _ = recipe.make_optimizer(torch.nn.Linear(2, 2), args, 1)
+    assert optimizer.defaults["fused"] is fused
