@@ -5,12 +5,13 @@ import os
 import random
 import secrets
 import shutil
-import signal
 import socket
 import stat
 import subprocess
 import time
 from pathlib import Path
+
+import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
@@ -133,28 +134,17 @@ class Cluster:
 
     def kill_node(self, node):
         """As a power failure does: the daemon, the step managers that it has started, and all that
-        runs in them. The controller would know after SlurmdTimeout; here it does after
-        `miss_node`."""
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        steps = [pid for pid in pids if self.step_of(pid) == node]
+        runs in them. The controller would know after SlurmdTimeout; here `miss_node` tells it."""
         self.daemons.pop(node).kill()
-        for pid in {pid for step in steps for pid in [step, *descendants(step)]}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        log = str(self.directory / f"{node}.log")
+        for step in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if step.name() == "slurmstepd" and log in [file.path for file in step.open_files()]:
+                    for process in (*step.children(recursive=True), step):
+                        process.kill()
 
     def miss_node(self, node):
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
-
-    def step_of(self, pid):
-        """Return the node whose step this slurmstepd manages, or None: it was forked by that node's
-        daemon."""
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n":
-                links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-                return next(
-                    (node for node in ALL_NODES if f"{self.directory}/{node}.log" in links), None
-                )
-        return None
 
     def stop(self):
         for daemon in reversed(self.daemons.values()):
@@ -172,23 +162,9 @@ class Cluster:
     def wait(self, condition, what, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
-            ended = [
-                name for name, daemon in list(self.daemons.items()) if daemon.poll() is not None
-            ]
+            ended = [name for name, daemon in [*self.daemons.items()] if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
-                outputs = [
-                    self.directory / "slurmctld.out",
-                    *(self.directory / f"{name}.out" for name in ended),
-                ]
-                logs = "\n".join(path.read_text()[-1000:] for path in outputs)
-                raise TimeoutError(
-                    f"no {what} in {seconds} s, or these have ended before: {ended}\n{logs}"
-                )
+                logs = [self.directory / f"{name}.out" for name in ("slurmctld", *ended)]
+                logs = "\n".join(path.read_text()[-1000:] for path in logs)
+                raise TimeoutError(f"no {what} in {seconds} s; these have ended: {ended}\n{logs}")
             time.sleep(0.1)
-
-
-def descendants(pid):
-    children = subprocess.run(
-        ["pgrep", "--parent", str(pid)], capture_output=True, text=True
-    ).stdout.split()
-    return [found for child in map(int, children) for found in [child, *descendants(child)]]

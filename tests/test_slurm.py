@@ -38,14 +38,14 @@ def slurm(tmp_path_factory):
 
 
 class Job:
-    """A job submitted in a directory of its own, which looks like this repository. The recipe is a
-    path or code."""
+    """A job of a recipe, by default ddp_cifar.py, or of code, submitted in a directory of its own
+    that looks like this repository."""
 
-    def __init__(self, cluster, directory, *options, recipe, flags=()):
+    def __init__(self, cluster, directory, *options, code=None, flags=()):
         self.cluster, self.directory = cluster, directory
-        if not recipe.endswith(".py"):
-            (directory / "recipe.py").write_text(recipe)
-            recipe = "recipe.py"
+        recipe = "recipe.py" if code else "recipes/ddp_cifar.py"
+        flags = [] if code else [*FLAGS, *flags]
+        (directory / "recipe.py").write_text(code or "")
         for name in ("recipes", "accelerate_configs"):
             (directory / name).symlink_to(ROOT / name)
         command = ["sbatch", "--parsable", *options, "recipes/submit_job.sh", recipe, *flags]
@@ -64,22 +64,14 @@ class Job:
         path = self.directory / f"slurm-{self.id}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, condition, what, seconds=180):
+    def wait(self, condition, what):
         try:
-            self.cluster.wait(condition, what, seconds)
+            self.cluster.wait(condition, what, seconds=180)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}\n{self.show('JobState')} {self.show('Reason')}\n{self.log()[-4000:]}"
-            ) from None
+            raise TimeoutError(f"{error}\n{self.show('Reason')}\n{self.log()[-4000:]}") from None
 
     def until(self, *states):
         self.wait(lambda: self.show("JobState") in states, " or ".join(states))
-
-
-class Training(Job):
-    def __init__(self, cluster, directory, *options, flags=()):
-        recipe = "recipes/ddp_cifar.py"
-        super().__init__(cluster, directory, *options, recipe=recipe, flags=[*FLAGS, *flags])
 
     def until_step(self, step):
         self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
@@ -99,27 +91,22 @@ class Training(Job):
     def steps(self):
         """The steps that each start of this job has logged."""
         starts = self.log().split(f"job {self.id}: recipes/")[1:]
-        return [
-            [int(step) for step in re.findall(r"^step (\d+)/", start, re.MULTILINE)]
-            for start in starts
-        ]
+        return [[int(step) for step in re.findall(r"\nstep (\d+)/", start)] for start in starts]
 
     def checkpoints(self):
         return sorted(int(path.stem[5:]) for path in self.results.glob("step-*.pt"))
 
     def processes(self):
         """The launchers and ranks of this job."""
-        pattern = f"^[^ ]*python.* runs/slurm-{self.id} "
-        return subprocess.run(
-            ["pgrep", "-f", pattern], capture_output=True, text=True
-        ).stdout.split()
+        command = ["pgrep", "-f", f"^[^ ]*python.* runs/slurm-{self.id} "]
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
 @at_once
 def test_preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, slurm):
     """From two nodes to one, at the same global batch: it ends like two processes that nothing
     has happened to. One readable log; the other node's is apart."""
-    job = Training(slurm, directory, "--nodes=1-2", "--partition=spare")
+    job = Job(slurm, directory, "--nodes=1-2", "--partition=spare")
     job.until_step(5)
     first, second = job.nodes()
     urgent = ["sbatch", "--parsable", "--partition=urgent", f"--nodelist={first}", "--exclusive"]
@@ -160,7 +147,7 @@ def test_warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_s
     directory, slurm
 ):
     endless = ["--max-steps", 100_000, "--epochs", 10_000, "--checkpoint-every", 100_000]
-    job = Training(slurm, directory, "--ntasks-per-node=2", flags=endless)
+    job = Job(slurm, directory, "--ntasks-per-node=2", flags=endless)
     job.until_step(2)
     slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
     job.until_back_in_the_queue(restarts=1)
@@ -190,8 +177,8 @@ def seen(job):
 def test_a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails(
     directory, slurm
 ):
-    recipe = f"{SEES}\nsys.exit('it is broken')"
-    job = Job(slurm, directory, "--partition=gpu", recipe=recipe)
+    code = f"{SEES}\nsys.exit('it is broken')"
+    job = Job(slurm, directory, "--partition=gpu", code=code)
     job.until("FAILED", "COMPLETED")
     assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")
     assert "it is broken" in job.log()
@@ -203,7 +190,7 @@ def test_a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_traini
 @at_once
 def test_a_job_can_take_a_part_of_each_of_two_nodes(directory, slurm):
     options = "--oversubscribe", "--mem=100", "--gpus-per-node=1", "--nodes=2"
-    job = Job(slurm, directory, "--partition=gpu", *options, recipe=SEES)
+    job = Job(slurm, directory, "--partition=gpu", *options, code=SEES)
     job.until("FAILED", "COMPLETED")
     assert job.show("JobState") == "COMPLETED", job.log()
     assert "mem=200M" in job.show("TRES")
