@@ -22,7 +22,6 @@ FLAGS = {
     "a learning rate that is not a number": ("--lr nan", "argument --lr: nan is not above 0"),
     "a negative batch": ("--batch-size -4", "argument --batch-size: -4 is not above 0"),
     "no global batch": ("--global-batch-size 0", "argument --global-batch-size: 0 is not"),
-    "no checkpoint kept": ("--keep 0", "argument --keep: 0 is not above 0"),
     "a clipped norm of 0": ("--clip-norm 0", "argument --clip-norm: 0.0 is not above 0"),
 }
 
