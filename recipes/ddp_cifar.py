@@ -145,8 +145,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key,
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader, hang, stop):
-    """Return {"test_loss": mean, ...} over the test set, each sample counted once, or {} when a
-    signal stops the run."""
+    """Return {"test_loss": mean, ...} over the test set, or {} if a signal stops the run."""
     set_epoch(loader, 0)  # the same random transforms in each evaluation
     modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
     model.eval()
@@ -670,8 +669,7 @@ class HangDetector(threading.Thread):
     """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
 
     Then this thread reports in the process group's store where the main thread is. The rank that
-    stalls is not where ranks wait for others, or it reports nothing, since it was stopped or its
-    machine is gone. Ticks are counted: no rank stalls if all were stopped for a while.
+    stalls is not where ranks wait, or it reports nothing: it was stopped, or its machine is gone.
     """
 
     # A rank waits, for others or for the device, if its innermost Python frame is in these files.
@@ -708,8 +706,8 @@ class HangDetector(threading.Thread):
                 return
             frame = sys._current_frames()[threading.main_thread().ident]
             codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
-            saves = Checkpoints.save.__code__ in codes  # which may take longer
-            idle = idle + tick if self.progress == before and not saves else 0.0
+            stalls = self.progress == before and Checkpoints.save.__code__ not in codes
+            idle = idle + tick if stalls else 0.0
             before = self.progress
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
@@ -744,14 +742,13 @@ def say(message):
 
 def exit_if_stopped(accelerator, stop, step):
     """Exit if all ranks have agreed to stop: together, or the launcher would kill slower ones."""
-    if not stop.agreed:
-        return
-    if accelerator.is_main_process:
-        say(f"stopped after step {step}, which is saved: the same command continues")
-    for tracker in accelerator.trackers:
-        tracker.finish()
-    accelerator.wait_for_everyone()
-    exit_now(128 + stop.agreed)
+    if stop.agreed:
+        if accelerator.is_main_process:
+            say(f"stopped after step {step}, which is saved: the same command continues")
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.wait_for_everyone()
+        exit_now(128 + stop.agreed)
 
 
 def exit_if_any_failed(problem):
@@ -851,18 +848,19 @@ def make_accelerator(args, precision, *handlers):
         distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
+    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` reads ahead
     accelerator = Accelerator(
         cpu=not gpus,  # or processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,
         log_with=args.tracker,
         project_dir=args.output_dir,
         dataloader_config=loading,
+        gradient_accumulation_plugin=plugin,
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
         exit_with_error("processes do not see each other: start them with accelerate launch")
-    # For what must not wait for the GPUs, such as the vote on a signal.
-    in_group = accelerator.use_distributed
+    in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
 
@@ -874,9 +872,7 @@ def choose_device(args):
     processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
-        exit_with_error(
-            f"{processes} processes, {gpus} GPU(s): use --num_processes {gpus}, or --cpu"
-        )
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): --num_processes {gpus}, or --cpu")
     if gpus:
         torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
@@ -997,4 +993,8 @@ def skip_batchnorm_broadcasts(model):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        exit_now(1)
