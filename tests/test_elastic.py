@@ -2,12 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import PROGRAMS, forked, free_port, wait_until
@@ -49,15 +49,11 @@ class Machine:
 
     def kill(self):
         """As when it loses its power: the launcher and its rank, which is in another session."""
-        found = ["pgrep", "--parent", str(self.launcher.pid)]
-        children = subprocess.run(found, capture_output=True, text=True).stdout.split()
-        for pid in (self.launcher.pid, *map(int, children)):
-            os.kill(pid, signal.SIGKILL)
-        self.launcher.wait()
-
-    def leave(self):
         if self.launcher.poll() is None:
-            self.kill()
+            for process in psutil.Process(self.launcher.pid).children():
+                process.kill()
+            self.launcher.kill()
+            self.launcher.wait()
 
 
 def test_one_of_two_machines_dies_and_comes_back_and_the_run_ends_like_one_that_was_left_alone(
@@ -75,7 +71,7 @@ def test_one_of_two_machines_dies_and_comes_back_and_the_run_ends_like_one_that_
         wait_until(lambda: None not in [one.launcher.poll(), machines[2].launcher.poll()], 300)
     finally:
         for machine in machines:
-            machine.leave()
+            machine.kill()
     logs = [machine.log.read_text() for machine in machines]
     assert [machine.launcher.returncode for machine in machines] == [0, -9, 0], logs
     ((codes, output),) = forked(

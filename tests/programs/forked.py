@@ -1,9 +1,6 @@
 """A server that runs trainings as in disturbed_training.py, or any script, each as its number of
-processes, without a launcher.
-
-The processes are forked from this one, in the environment that a launcher would give them: with
-all imported already that recipes import, fifty trainings take a minute. conftest.py starts it once
-and writes to its stdin, in one line of JSON each:
+processes, without a launcher: forked from this one, which has imported what recipes import. Fifty
+trainings take a minute. conftest.py starts it once and writes to its stdin, in one line of JSON:
 
     {"runs": [...], "directory": ..., "env": {...},
      "together": how many side by side, each on its share of the cores}
