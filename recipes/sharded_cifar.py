@@ -261,7 +261,7 @@ def divide_by_mean_weight(accelerator, model, metrics):
     total, samples = accelerator.reduce(torch.stack([weights, torch.ones_like(weights)]).sum(1))
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad *= samples / total
+            parameter.grad /= total / samples
 
 
 def sample_rows(metrics):
@@ -359,7 +359,7 @@ class Metrics:
         self.text += line
         self.file.write(line)
         self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
-        shown = " ".join(f"{name} {x:,.4g}" for name, x in values.items())
+        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in values.items())
         shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
         with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
             self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
