@@ -24,7 +24,7 @@ RUNS = {
     "pipeline": ["pipeline_cifar --schedule gpipe", "pipeline_cifar --schedule 1f1b"],
     "ddp": ["ddp_cifar"],
 }
-COMMON = "--data synthetic --stem imagenet --cpu --batch-size 64 --max-steps 3 --log-every 1"
+COMMON = "--data synthetic --stem imagenet --cpu --batch-size 32 --max-steps 2 --log-every 1"
 COLORS = {"forward": "#4c78a8", "backward": "#f58518", "all-reduce": "#54a24b"}
 events = []  # of this process: [what, begin, end] in seconds
 
