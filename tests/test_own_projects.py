@@ -2,7 +2,6 @@
 replaced. What is promised for CIFAR-10 holds there, too. What a copier may get wrong is in
 test_own_mistakes.py."""
 
-import json
 import re
 import shutil
 
@@ -322,15 +321,9 @@ NAN = '"accuracy": logits.argmax(1) == labels}', '"iou": logits[:, 0] * math.nan
 @pytest.mark.copied("ddp_cifar", NAN, processes=2)
 def test_a_metric_that_is_nan_does_not_end_the_run_and_is_null_in_json(outcome):
     assert outcome.codes == [0, 0], outcome.output
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
     text = (outcome.directory / "run/metrics.jsonl").read_text()
-    lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    assert [line.get("iou", line.get("test_iou")) for line in lines] == [None] * 4
-    assert all("iou" in line or "test_iou" in line for line in lines)
-    json.loads((outcome.directory / "run/summary.json").read_text(), parse_constant=refuse)
+    assert [text.count(f'"{name}": null') for name in ("iou", "test_iou")] == [2, 2]
+    assert "NaN" not in text + (outcome.directory / "run/summary.json").read_text()
 
 
 def test_weights_are_trained_on_and_evaluated_on_another_number_of_processes(tmp_path):
