@@ -204,12 +204,14 @@ def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_
 
 STUCK_WORKER = """
 class Stuck(Dataset):
+    calls = count(1)
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
         worker = torch.utils.data.get_worker_info()
-        if worker and worker.id == 1:
+        if worker and worker.id == 1 and next(self.calls) > 8:  # in its second batch
             Path("worker").write_text(str(os.getpid()))
             time.sleep(1000)
         return torch.full((3, 8, 8), math.nan), 0
