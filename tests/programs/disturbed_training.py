@@ -6,12 +6,10 @@ JSON:
 
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every
 process appends a digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance
-happens to a process at the n-th step since its start: a signal by its name, "nan", which spoils the
-step's batches, "inf", which spoils its gradient, or "stall"; those of RANK.1 happen where the
-launcher has restarted it once. `save` kills the main process at the n-th
+happens to a process at the n-th step since its start: a signal by its name, or "stall"; those of
+RANK.1 happen where the launcher has restarted it once. `save` kills the main process at the n-th
 moment before or after an operation on the disk. `code` is executed first. `plain` leaves the
-recipe's simple_cnn, `device` "cuda" leaves out `--cpu`, `dropout` is its probability, and the
-samples are divided by `fewer`.
+recipe's simple_cnn; `dropout` is the probability of the other model's.
 """
 
 import collections
@@ -26,18 +24,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from conftest import load
 from torch import nn
 
 
-class Compiled(nn.Sequential):
-    def forward(self, x):  # of its own: torch 2.11 does not compile that of torch's nn.Sequential
-        return super().forward(x)
-
-
 def build_model(args, dropout=0.2):
-    return (Compiled if getattr(args, "compile", False) else nn.Sequential)(
+    return nn.Sequential(
         nn.Sequential(
             nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)
         ),
@@ -51,29 +43,17 @@ def watch_batches(recipe, directory, when, what):
     train_step = recipe.train_step
     steps = itertools.count(1)
 
-    def record(images, labels):
-        content = images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
-        with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
-            file.write(hashlib.sha256(content).hexdigest() + "\n")
-
     def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
         disturbance = what if next(steps) == when else None
-        handle = None
-        if disturbance == "inf":
-            first = next(model.parameters())
-            handle = first.register_hook(lambda gradient: gradient * torch.inf)
-        elif disturbance == "stall":
+        if disturbance == "stall":
             time.sleep(1000)
-        elif disturbance not in (None, "nan"):
+        elif disturbance:
             os.kill(os.getpid(), signal.Signals[disturbance])
-        for images, labels in microbatches:
-            if disturbance == "nan":
-                images.fill_(torch.nan)
-            record(images, labels)
-        values = train_step(accelerator, model, optimizer, scheduler, microbatches, *more)
-        if handle:
-            handle.remove()
-        return values
+        with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
+            for images, labels in microbatches:
+                content = images.numpy().tobytes() + labels.numpy().tobytes()
+                file.write(hashlib.sha256(content).hexdigest() + "\n")
+        return train_step(accelerator, model, optimizer, scheduler, microbatches, *more)
 
     recipe.train_step = watched_step
 
@@ -142,7 +122,7 @@ def train(run, prepare=lambda recipe: None):
     exec(run.get("code", ""), {})
     recipe = load(f"recipes/{run['recipe']}.py")
     small = recipe.synthetic_images
-    recipe.synthetic_images = lambda samples, seed: small(samples // run.get("fewer", 8), seed)
+    recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)
     if not run.get("plain"):  # dropout is a process's own
         recipe.build_model = partial(build_model, dropout=run.get("dropout", 0.2))
     os.makedirs(run["directory"], exist_ok=True)
@@ -154,8 +134,7 @@ def train(run, prepare=lambda recipe: None):
         kill_while_saving(recipe, *run.get("save", (None, 0)))
     prepare(recipe)
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
-    flags += [] if run.get("device") == "cuda" else ["--cpu"]
-    flags += ["--output-dir", run["directory"], *run["flags"]]
+    flags += ["--cpu", "--output-dir", run["directory"], *run["flags"]]
     sys.argv = [run["recipe"], *map(str, flags)]
     if rank == "0" and attempt != "0":
         time.sleep(3)  # so that the others find what the dead ranks left in the launcher's store
