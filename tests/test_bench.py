@@ -1,7 +1,6 @@
 """The benchmarks: the recipes really run, what was measured is kept, the arithmetic is right."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -10,9 +9,7 @@ from types import SimpleNamespace
 
 import make_results
 import pytest
-import torch
 from conftest import ROOT, forked, load, wait_until
-from torch.utils.flop_counter import FlopCounterMode
 
 bench = load("benchmarks/bench.py")
 
@@ -141,24 +138,6 @@ def test_overhead_times_each_part_of_a_step(runs):
     assert list((directory / "2").iterdir()) == []
 
 
-def test_the_convolutions_alone_are_those_of_the_model():
-    overhead = load("benchmarks/overhead.py")
-    with torch.device("meta"):  # nothing is computed
-        args = SimpleNamespace(model="resnet50", stem="imagenet")
-        model = load("recipes/ddp_cifar.py").build_model(args)
-        images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
-
-    def flops(function):
-        with FlopCounterMode(display=False) as counter:
-            function()
-        counts = counter.get_flop_counts()["Global"]
-        return {str(name): count for name, count in counts.items() if "convolution" in str(name)}
-
-    expected = flops(lambda: model(images).sum().backward())
-    assert flops(overhead.convolutions(model, images, torch.float32)) == expected
-    assert len(expected) == 2 and 0.49e9 < sum(expected.values()) / 2 < 0.51e9  # for an image
-
-
 def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
     # The machine slows down fivefold: each round's ratio is what counts.
     baseline = measured("plain_ddp", 2, 100, 50, 20)
@@ -202,16 +181,6 @@ def test_no_round_begins_that_would_not_end_in_time(main):
     assert code == 0 and len(files[".json"]["configurations"][0]["samples"]) == 1
 
 
-def test_an_unusable_gpu_is_an_error_before_anything_runs(main, monkeypatch):
-    monkeypatch.setattr(bench, "GPUS", 1)
-    said = "Traceback:\nRuntimeError: The NVIDIA driver is too old\n"
-    answer = SimpleNamespace(returncode=1, stderr=said, stdout="")
-    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: answer)
-    code, files = main({"ddp_cifar": [100] * 3})
-    assert code == "bench: 1 GPU(s), but RuntimeError: The NVIDIA driver is too old"
-    assert files == {}
-
-
 SAID = "amp_cifar: error: {}; choose another"
 OUT_OF_MEMORY = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
 
@@ -240,16 +209,6 @@ def test_how_a_run_may_end(script, failure, unavailable, monkeypatch, tmp_path):
     one.run(None)  # not again
 
 
-def test_emulated_bf16_is_not_measured(monkeypatch):
-    for has_bf16, gpus, outcome in ((False, 0, "n/a"), (True, 0, ""), (False, 2, "")):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has_bf16: {"amx_bf16": has})
-        monkeypatch.setattr(bench, "GPUS", gpus)  # where the recipes say so themselves
-        for recipe in ("amp_cifar", "pipeline_cifar --precision=bf16 --chunks 4"):
-            assert bench.Configuration(recipe, 2).outcome() == outcome
-        for recipe in ("amp_cifar --precision fp32", "sharded_cifar"):
-            assert bench.Configuration(recipe, 2).outcome() == ""
-
-
 def test_the_defaults_keep_gpus_busy_and_write_to_runs(monkeypatch):
     monkeypatch.setattr(bench, "GPUS", 8)
     monkeypatch.setattr(sys, "argv", ["bench.py"])
@@ -271,31 +230,6 @@ def test_the_defaults_keep_gpus_busy_and_write_to_runs(monkeypatch):
     assert "/plain_ddp.py --processes 8 --samples 409600 " in commands["plain_ddp"]
 
 
-def test_data_parallel_sees_as_many_gpus_as_it_is_measured_on(monkeypatch):
-    monkeypatch.setattr(bench, "GPUS", 4)
-    for visible, expected in (("", "0,1"), ("4,5,6,7", "4,5")):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        environment = bench.Configuration("data_parallel_cifar", 2).environment()
-        assert environment == os.environ | {"CUDA_VISIBLE_DEVICES": expected}
-    assert bench.Configuration("ddp_cifar", 2).environment() == os.environ
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--recipes", "ddp"], "is none of plain_ddp"),
-        (["--steps", "3", "--warmup-steps", "2"], "at least twice --warmup-steps"),
-        (["--rounds", "0"], "begin at 1"),
-    ],
-)
-def test_flags_that_cannot_be_measured_are_refused(flags, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    assert words in capsys.readouterr().err.splitlines()[-1]
-
-
-# ------------------------------------------------------------------------------------- make_results
 def test_a_published_table_is_the_measured_one(main, tmp_path):
     """What is measured lies in runs/; `--publish` copies it, unless it is incomplete."""
     main({"ddp_cifar": [100], "amp_cifar": [200]}, "--rounds", "1")
@@ -324,14 +258,3 @@ def test_the_pages_show_the_results():
         assert make_results.filled(page.read_text()) == page.read_text(), "run make results"
     published = (make_results.RESULTS / "accuracy.md").read_text()
     assert published == make_results.accuracy_table(make_results.RESULTS / "accuracy")
-
-
-def test_the_command_of_a_result_has_todays_flags():
-    summary = {"world_size": 2, "recipe": "ddp_cifar", "stem": "cifar", "epochs": 1}
-    plain = "recipes/ddp_cifar.py --stem cifar --epochs 1"
-    assert make_results.launch_line({**summary, "global_batch_size": 256}).endswith(plain)
-    for name in ("accumulation", "accumulation_steps"):
-        accumulated = {name: 2, "global_batch_size": 256, "batch_size": 64, "clip_norm": 1.0}
-        line = make_results.launch_line({**summary, **accumulated})
-        flags = " --global-batch-size 256 --batch-size 64 --clip-norm 1.0"
-        assert line.endswith(plain + flags)

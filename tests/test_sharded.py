@@ -61,7 +61,6 @@ def assert_equal(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------------- the training of ddp
 WEIGHTED = """
 plain_loss = compute_loss
 
@@ -118,7 +117,6 @@ def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(equal_ru
     assert moved > 1e-3, "weights that have not moved prove nothing"
 
 
-# --------------------------------------------------------------------------------------- sharding
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     """{case: answer of programs/sharded_gradient.py}"""
@@ -182,7 +180,6 @@ def test_mistakes_are_one_line():
         recipe.check_units(tied)
 
 
-# ---------------------------------------------------------------------- a model with much to lose
 DISTURBED = """
 import resource
 
