@@ -536,8 +536,8 @@ class Checkpoints:
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return the newest intact checkpoint of this run, or None if there is none at all. Exit
-        with an error if none is intact, or if it is of a run with other flags."""
+        """Return the newest intact checkpoint of this run, or None if there is none. All ranks call
+        this. Exit with an error if none is intact, or if it is of a run with other flags."""
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
         if len(set(utils.gather_object([str([path.name for path in paths])]))) > 1:
             exit_with_error(f"machines have different files: all have to share {self.directory}")
