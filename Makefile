@@ -14,7 +14,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 minutes = 50000 / (10 * cores) / 60
 print(f"""No GPU on this machine. With the default flags (ResNet-50, CIFAR stem, 30 epochs) training takes
 about {minutes:.0f} minutes per epoch on {cores} CPU core(s), {minutes / 2:.0f} hours in all. Shorter:
-  make demo                                            synthetic data, three to four minutes
+  make demo                                            synthetic data, two to four minutes
   make train ARGS="--stem imagenet --epochs 1"         the ImageNet stem, a tenth of the time per epoch
   make train ARGS="--model simple_cnn --epochs 2"      two convolutions
 Starting in 10 seconds; Ctrl-C stops.""")
@@ -24,7 +24,7 @@ export NO_GPU
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: three to four minutes on two cores
+demo: $(READY)  ## train ResNet-50 on two processes with synthetic data: two to four minutes on two cores
 	rm -rf runs/demo
 	$(LAUNCH)/2gpu.yaml recipes/ddp_cifar.py --data synthetic --stem imagenet --cpu \
 		--epochs 2 --batch-size 32 --output-dir runs/demo
