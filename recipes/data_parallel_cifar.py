@@ -180,8 +180,7 @@ def main():
         step = 0
         newest = {}
         for epoch in range(math.ceil(total_steps / len(train_loader))):
-            train_loader.set_epoch(epoch)
-            train_loader.dataset.set_epoch(epoch)  # another order, other crops and flips
+            train_loader.set_epoch(epoch)  # another order, other crops and flips
             sums = {"loss": 0, "accuracy": 0}
             samples = 0
             clock = time.perf_counter()
