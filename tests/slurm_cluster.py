@@ -134,13 +134,14 @@ class Cluster:
 
     def kill_node(self, node):
         """As a power failure does: the daemon, the step managers that it has started, and all that
-        runs in them. The controller would know after SlurmdTimeout; here `miss_node` tells it."""
+        runs in them. The managers first: one that outlives its tasks reports how they ended. The
+        controller would know after SlurmdTimeout; here `miss_node` tells it."""
         self.daemons.pop(node).kill()
         log = str(self.directory / f"{node}.log")
         for step in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if step.name() == "slurmstepd" and log in [file.path for file in step.open_files()]:
-                    for process in (*step.children(recursive=True), step):
+                    for process in (step, *step.children(recursive=True)):
                         process.kill()
 
     def miss_node(self, node):
