@@ -141,8 +141,8 @@ class Cluster:
         for step in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if step.name() == "slurmstepd" and log in [file.path for file in step.open_files()]:
-                    for process in (step, *step.children(recursive=True)):
-                        process.kill()
+                    processes = step, *step.children(recursive=True)
+                    subprocess.run(["kill", "-KILL", *(str(each.pid) for each in processes)])
 
     def miss_node(self, node):
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
