@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the measurements into the pages: `make results`. Nothing else writes to benchmarks/results/.
+"""Put the measurements into the pages: `make results`. Nothing else writes to benchmarks/results/
+or docs/pictures/.
 
     python benchmarks/make_results.py
     python benchmarks/make_results.py --publish runs/bench/cpu-x2.json  # what bench.py has measured
@@ -14,16 +15,17 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-import pictures
 from bench import ROOT
 from rich.console import Console
 from rich.text import Text
 
 RESULTS = ROOT / "benchmarks/results"
 LONG = RESULTS / "accuracy/ten-0.1-0.json"
+PICTURES = ROOT / "docs/pictures"
 SCREEN = RESULTS / "screen.txt"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -59,18 +61,11 @@ def accuracy_table(directory):
     return "\n".join(lines) + "\n"
 
 
-def load_pyplot():
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "reproducible", "svg.fonttype": "none"})
+def draw_curve(summary, metrics, path):
+    """Draw the learning curve of a run, from the paths of its summary.json and metrics.jsonl."""
     from matplotlib import pyplot
 
-    return pyplot
-
-
-def draw_curve(summary, metrics, path, pyplot):
-    """Draw the learning curve of a run, from the paths of its summary.json and metrics.jsonl."""
+    pyplot.style.use(PICTURES / "svg.mplstyle")
     summary = json.loads(summary.read_text())
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -144,7 +139,7 @@ def main():
     add = parser.add_argument
     add("--publish", type=Path, metavar="PATH", help="the .json that bench.py has written")
     add("--memory", action="store_true", help="compute memory.md again")
-    add("--pictures", action="store_true", help="measure the pictures of pictures.py again")
+    add("--pictures", action="store_true", help="draw docs/pictures again")
     add("--screen", type=Path, metavar="PATH", help="a terminal, recorded by `script`")
     args = parser.parse_args()
     problem = publish(args.publish, RESULTS) if args.publish else None
@@ -156,10 +151,9 @@ def main():
     if args.screen:
         SCREEN.write_text(last_screen(args.screen.read_text()))
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
-    pyplot = load_pyplot()
-    draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg", pyplot)
-    for kind in ("pipeline", "ddp") if args.pictures else ():
-        pictures.draw(kind, RESULTS, pyplot)
+    draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg")
+    if args.pictures:
+        subprocess.run([sys.executable, PICTURES / "draw.py"], check=True)
     (RESULTS / "screen.svg").write_text(drawn_screen(SCREEN.read_text()))
     for path in PAGES:
         path.write_text(filled(path.read_text()))
