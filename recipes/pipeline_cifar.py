@@ -528,9 +528,8 @@ class Checkpoints:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            torch.load(
-                self.temporary, "cpu", weights_only=True, mmap=True
-            )  # or no run could resume
+            # No run could resume from one that cannot be read.
+            torch.load(self.temporary, "cpu", weights_only=True, mmap=True)
             os.replace(self.temporary, path)
 
     def delete(self, path):
@@ -705,17 +704,18 @@ class HangDetector(threading.Thread):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
         before = 0
+        main_thread = threading.main_thread().ident
         while idle < self.timeout:
             if self.closed.wait(tick):
                 return
-            frame = sys._current_frames()[threading.main_thread().ident]
-            codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
+            frames = traceback.walk_stack(sys._current_frames()[main_thread])
+            codes = [frame.f_code for frame, _ in frames]  # not the frames: they keep their tensors
             stalls = self.progress == before and Checkpoints.save.__code__ not in codes
             idle = idle + tick if stalls else 0.0
             before = self.progress
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
-            self.name_the_rank(traceback.extract_stack(frame))
+            self.name_the_rank(traceback.extract_stack(sys._current_frames()[main_thread]))
         time.sleep(2 * tick)  # until all have printed: the launcher will end them
         exit_now(1)
 
