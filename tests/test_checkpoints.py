@@ -162,7 +162,7 @@ def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
     )
     assert started[0] == continued[0] == [143], continued
     line = the_error(refused)
-    assert "step-00000003.pt has clip_norm None, not 1.0; epochs 2, not 3; lr 0.1, not 0.2" in line
+    assert "step-00000003.pt has clip_norm 9.0, not 1.0; epochs 2, not 3; lr 0.1, not 0.2" in line
     assert "log_every" not in line and "choose another --output-dir" in line
     assert begin_of(continued[1]) == 3
     assert "recipe ddp_cifar, not amp_cifar" in the_error(other)

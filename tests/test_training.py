@@ -156,8 +156,7 @@ def long_runs(tmp_path_factory):
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
     short = ["--max-steps", 3, "--batch-size", 16]
-    # Torch 2.11 does not compile simple_cnn, an nn.Sequential.
-    model = {"plain": False, "dropout": 0, "patience": 400, "env": cache}
+    model = {"patience": 400, "env": cache}
     runs = {
         "compiled": (1, "ddp_cifar", [*short, "--compile"], model),
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),

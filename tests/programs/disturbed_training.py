@@ -16,6 +16,7 @@ import collections
 import hashlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -44,6 +45,8 @@ def watch_batches(recipe, directory, when, what):
     steps = itertools.count(1)
 
     def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
+        assert all(module.training for module in model.modules()), "after an evaluation, too"
+        assert more[1] < math.inf, "--clip-norm holds in a step without a line, too"
         disturbance = what if next(steps) == when else None
         if disturbance == "stall":
             time.sleep(1000)
@@ -134,7 +137,7 @@ def train(run, prepare=lambda recipe: None):
         kill_while_saving(recipe, *run.get("save", (None, 0)))
     prepare(recipe)
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
-    flags += ["--cpu", "--output-dir", run["directory"], *run["flags"]]
+    flags += ["--cpu", "--clip-norm", 9, "--output-dir", run["directory"], *run["flags"]]
     sys.argv = [run["recipe"], *map(str, flags)]
     if rank == "0" and attempt != "0":
         time.sleep(3)  # so that the others find what the dead ranks left in the launcher's store
