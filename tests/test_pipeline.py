@@ -69,8 +69,9 @@ def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path
 
 @pytest.mark.slow
 def test_the_merged_weights_of_resnet50_load_in_plain_torchvision(tmp_path):
+    """Also the first pipeline's BatchNorm statistics, with which both evaluate."""
     flags = ["--model", "resnet50", "--stem", "imagenet", "--max-steps", 1, "--batch-size", 32]
-    (run,) = train_forked(tmp_path, (2, "pipeline_cifar", [*flags, "--chunks", 4]))
+    (run,) = train_forked(tmp_path, (4, "pipeline_cifar", [*flags, "--chunks", 4]))
     assert run.summary["stages"][1].startswith("layer3.2 to fc: ")
     weights = load_file(run.weights)
     assert weights["bn1.num_batches_tracked"] == 4, "the chunks of one step"
