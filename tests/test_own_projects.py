@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import torchvision
-from conftest import LITTLE_DATA, ROOT, SMALL, copy, forked, load, outputs
+from conftest import LITTLE_DATA, ROOT, SMALL, copy, forked, load, outputs, train_forked
 from safetensors.torch import load_file
 from test_resume import untimed
 
@@ -328,22 +328,17 @@ def test_a_metric_that_is_nan_does_not_end_the_run_and_is_null_in_json(outcome):
 
 def test_weights_are_trained_on_and_evaluated_on_another_number_of_processes(tmp_path):
     recipe = ROOT / "recipes/ddp_cifar.py"
-    weights = ["--weights", "first/model.safetensors"]
-    runs = {
-        "first": (1, []),
-        "more": (1, ["--lr", 0.001, *weights]),
-        "evaluated": (2, ["--epochs", 0, "--batch-size", 50, *weights]),
-    }
-    described = []
-    for name, (processes, flags) in runs.items():
-        flags = [*SMALL, "--max-steps", 2, *flags, "--output-dir", name]
-        one = {"processes": processes, "script": recipe, "flags": flags, "directory": tmp_path}
-        described.append(one)
-    answers = forked(described, tmp_path)
-    assert all(set(codes) == {0} for codes, _ in answers), answers
-    first, more, evaluated = (outputs(tmp_path / name)["summary"] for name in runs)
+    flags = [*SMALL, "--max-steps", 2]
+    own = [*flags, "--weights", tmp_path / "0/model.safetensors"]
+    runs = [
+        (1, recipe, flags),
+        (1, recipe, [*own, "--lr", 0.001]),
+        (2, recipe, [*own, "--epochs", 0, "--batch-size", 50]),
+    ]
+    trained = train_forked(tmp_path, *runs, together=1)
+    first, more, evaluated = (run.summary for run in trained)
     assert more["test_loss"] != first["test_loss"]
     assert more["test_loss"] == pytest.approx(first["test_loss"], abs=0.05)
     assert evaluated["test_loss"] == pytest.approx(first["test_loss"], abs=1e-5)
     assert evaluated["test_accuracy"] == first["test_accuracy"] and evaluated["steps"] == 0
-    assert not list(tmp_path.glob("evaluated/*.pt"))
+    assert not list(tmp_path.glob("2/*.pt"))
