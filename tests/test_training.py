@@ -53,7 +53,7 @@ def control_characters(text):
 @pytest.fixture(scope="module")
 def resnet_run(tmp_path_factory):
     flags = ["--model", "resnet50", "--stem", "imagenet"]
-    flags += ["--batch-size", 16, "--max-steps", 6, "--log-every", 2]
+    flags += ["--batch-size", 16, "--max-steps", 6, "--log-every", 2, "--checkpoint-every", 2]
     (result,) = train_forked(tmp_path_factory.mktemp("resnet"), (2, "ddp_cifar", flags), together=1)
     return result
 
@@ -110,8 +110,8 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     names = newest.keys() - head - {"seconds"}
     assert {name: summary[name] for name in names} == {name: newest[name] for name in names}
     assert summary["seconds"] > sum(line["seconds"] for line in resnet_run.train)
-    times = [line["time"] for line in (*resnet_run.train, evaluation)]
-    assert times == sorted(times)
+    first, second, _ = resnet_run.train
+    assert first["time"] + second["seconds"] + 0.05 < second["time"], "saving 180 MB in between"
 
 
 def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):
