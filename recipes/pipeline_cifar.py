@@ -1012,7 +1012,8 @@ def check_bf16(args):
         return
     if on_gpu:
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
-    say("warning: this CPU has no bf16 instructions: emulated, it is much slower than fp32")
+    if os.environ.get("RANK", "0") == "0":
+        say("warning: this CPU has no bf16 instructions: emulated, it is much slower than fp32")
 
 
 def count_pipelines(args):
