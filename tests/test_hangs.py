@@ -168,7 +168,7 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
     stacks = re.findall(
         rf"^mine: no step for {TIMEOUT} s, rank (\d) on {HOST} is at\n  File", output, re.M
     )
-    assert len(set(stacks)) == processes - (how == STOP), "each rank prints where it is"
+    assert set(stacks) == set(map(str, range(processes - (how == STOP)))), "each rank prints one"
     assert how == STOP or where in (ONE_SIDED, IN_WORKER) or output.count(f"    {SLEEP}\n") == 1
 
 
@@ -177,7 +177,7 @@ def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
     (codes, output), script = stalled["is slow"]
     assert codes == [0, 0] and ": error: " not in output, output
     first, second = outputs(script.parent / "run")["train"]
-    assert second["seconds"] < TIMEOUT < second["time"] - first["time"]
+    assert second["time"] - first["time"] > second["seconds"] + 2.5 * TIMEOUT
 
 
 def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):

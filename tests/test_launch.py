@@ -91,10 +91,9 @@ def test_processes_that_do_not_see_each_other_are_an_error(start):
         start(environment={"WORLD_SIZE": "4"}, sees=1, device_count=0)
 
 
-TOLD = dict.fromkeys(["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"], "true")
-TOLD = {f"USE_{name}": value for name, value in TOLD.items()}
-TOLD |= {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "INDUCTOR"}
-TOLD["GRADIENT_ACCUMULATION_STEPS"] = "4"
+PLUGINS = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG"
+TOLD = {**dict.fromkeys(PLUGINS.split(), "true"), "MIXED_PRECISION": "bf16"}
+TOLD |= {"GRADIENT_ACCUMULATION_STEPS": "4", "DYNAMO_BACKEND": "INDUCTOR"}
 
 
 @pytest.mark.parametrize("name", TOLD)

@@ -1,5 +1,5 @@
-"""submit_job.sh on a real Slurm: several slurmd on this machine, real jobs, real signals, a node
-that dies. The jobs run side by side, each on nodes of its own."""
+"""submit_job.sh on a real Slurm: several slurmd on this machine, real jobs, a node that dies. The
+jobs run side by side, each on nodes of its own."""
 
 import json
 import os
