@@ -71,7 +71,7 @@ class Training:
 
     def train_step(self, batch):
         arguments = self.accelerator, self.model, self.optimizer, self.scheduler
-        self.recipe.train_step(*arguments, [batch], (0, 0), None)
+        self.recipe.train_step(*arguments, [batch], self.args, step=1, measure_norm=False)
 
     def plain_step(self, model, optimizer, scheduler):
         images, labels = self.cached

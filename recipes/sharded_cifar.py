@@ -1257,20 +1257,28 @@ class ShardedCheckpoints(Checkpoints):
 
     def collect_states(self):
         """Return the states without the shards."""
-        return without_shards(super().collect_states(), {})
+        return self.split_states()[0]
 
-    def shards(self):
-        """Return {name: DTensor} of all states, whatever holds them."""
-        found = {}
-        without_shards(super().collect_states(), found)
-        return found
+    def split_states(self):
+        """Return the states without the shards, and {name: DTensor}, whatever holds them. Those of
+        the model are its parameters and buffers, each once (tied weights)."""
+        shards = {}
+        states = super().collect_states()
+        model = self.states["model"]
+        states["model"] = dict(model.named_parameters()) | dict(model.named_buffers())
+        return without_shards(states, shards), shards
 
     def load_states(self, saved):
         self.make_optimizer_states(saved["optimizer"]["state"])
-        shards = self.shards()
+        _, shards = self.split_states()
         reader = dcp.HuggingFaceStorageReader(saved["folder"])
-        dcp.load(shards, storage_reader=reader, process_group=self.accelerator.cpu_group)
-        super().load_states(with_shards(saved, shards))
+        dcp.load(
+            shards, storage_reader=reader, process_group=self.accelerator.cpu_group
+        )  # in place
+        for name, buffer in self.states["model"].named_buffers():
+            buffer.copy_(saved["model"][name])
+        for name in self.states.keys() - {"model"}:
+            self.states[name].load_state_dict(with_shards(saved[name], shards, f"states/{name}"))
 
     def make_optimizer_states(self, saved):
         """Create the states of the parameters that have some in `saved`."""
@@ -1332,7 +1340,7 @@ class ShardedCheckpoints(Checkpoints):
         checksums = {}
         failure = None
         try:
-            dcp.save(self.shards(), storage_writer=writer, process_group=group)
+            dcp.save(self.split_states()[1], storage_writer=writer, process_group=group)
             own = directory.glob(f"shard-{self.accelerator.process_index + 1:05}-*")
             checksums = {path.name: checksum(path) for path in own}
         except dcp.CheckpointException as error:  # no Exception, and the same on all ranks
@@ -1351,11 +1359,12 @@ class ShardedCheckpoints(Checkpoints):
 
 
 def raise_if_any_failed(error):
-    """Raise an error on all ranks if a rank has one, and not None: its own one, or a RuntimeError
-    with the first one's text."""
+    """Raise an error on all ranks if a rank has one, and not None: the same RuntimeError, but a
+    rank's own error of its memory or the file system."""
     errors = list(filter(None, utils.gather_object([repr(error) if error else None])))
     if errors:
-        raise error or RuntimeError(errors[0])
+        own = isinstance(error, OSError | MemoryError)
+        raise error if own else RuntimeError(errors[0])
 
 
 def without_shards(value, shards, name="states"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ACCELERATE, CONFIGS, ROOT, SMALL, Exit, load, run, the_error_line
 
-TWO_GPUS = {"device_count": 2}
+TWO_GPUS = {"device_count": 2, "is_available": True}
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def start(monkeypatch):
                 fake = value if callable(value) else lambda value=value: value
                 monkeypatch.setattr(torch.cuda, name, fake)
         of_this_process = {"num_processes": sees, "use_distributed": False}
+        module.exit_if_ranks_differ = lambda *_: None
         module.Accelerator = lambda **options: SimpleNamespace(**options, **of_this_process)
         return module.make_accelerator(args, precision), args
 

@@ -62,7 +62,7 @@ metrics.progress = SimpleNamespace(advance=lambda bar: None)
 def three_steps():
     for _ in range(3):
         step, microbatches = next(steps)
-        values, _ = recipe.train_step(*training, microbatches, (0, step), None)
+        values, _ = recipe.train_step(*training, microbatches, args, step, False)
         recipe.Metrics.add(metrics, step, values)
 
 
