@@ -48,8 +48,8 @@ test: $(READY)  ## run the tests; ARGS="-k configs" selects some
 quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
-sync:  ## copy the shared blocks of ddp_cifar.py into the other recipes
-	$(PYTHON) tests/sync.py
+sync:  ## copy the machinery of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
+	$(PYTHON) tests/sync.py $(COPY)
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check .
