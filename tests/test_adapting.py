@@ -113,8 +113,8 @@ ROWS = [
     ("SGD(model.parameters(), lr=peak", f"SGD({GROUPS}"),
     (SCHEDULE, LATE),
     (STATES, STATES + SECOND),
-    ("step_key, clip_norm):", "step_key, clip_norm, second):"),
-    ("(args.seed, step), clip_norm\n", "(args.seed, step), clip_norm, second\n"),
+    ("args, step, measure_norm):", "args, step, measure_norm, second):"),
+    ("args, step, line_due\n", "args, step, line_due, second\n"),
     ("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n"),
     ("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    second.zero_grad()\n"),
 ]
