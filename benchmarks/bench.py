@@ -69,7 +69,6 @@ COLUMNS = {
     "ratio": f"images/s / those of {BASELINE} on the same N in the same round, median",
     "scaling": f"images/s / {'(N times those of one)' if GPUS else 'those of one process'}",
     "GiB": f"peak {'GPU' if GPUS else 'resident'} memory, the maximum over the processes",
-    "start": "seconds from the launch to the end of the warm-up",
 }
 
 
@@ -303,31 +302,38 @@ def hardware():
     return f"{GPUS} x {answer.stdout.strip()} (driver {driver}, {memory}, {power})"
 
 
+def columns(configurations):
+    """Return the names of the columns: N and scaling only for several numbers of processes."""
+    several = len({one.processes for one in configurations}) > 1
+    return [name for name in COLUMNS if several or name not in ("N", "scaling")]
+
+
 def rows(configurations):
-    """Return the cells of each configuration, in the order of COLUMNS."""
+    """Return the cells of each configuration, in the order of `columns`."""
     lines = []
     for one in configurations:
         got = one.results(configurations)
-        cells = [one.outcome(), *[""] * 5]
+        cells = [one.outcome(), *[""] * 4]
         if got:
             cells = [
                 f"{got['samples_per_second']:,.0f}",
                 f"{got['least']:,.0f}-{got['most']:,.0f}",
                 *(format(got[x], ".2f") if got[x] else "-" for x in ("ratio", "scaling")),
                 f"{got['peak_memory_gib']:.1f}" if "peak_memory_gib" in got else "-",
-                f"{got['start_seconds']:.0f} s",
             ]
-        lines.append([one.recipe.replace("_cifar", ""), str(one.processes), *cells])
+        cells = [one.recipe.replace("_cifar", ""), str(one.processes), *cells]
+        cells = dict(zip(COLUMNS, cells, strict=True))
+        lines.append([cells[name] for name in columns(configurations)])
     return lines
 
 
 def table(configurations):
     shown = Table(box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
-    for name in COLUMNS:
+    for name in columns(configurations):
         is_text = name == "recipe"
         shown.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     for cells in rows(configurations):
-        shown.add_row(*cells, style="red" if cells[2] == "failed" else None)
+        shown.add_row(*cells, style="red" if "failed" in cells else None)
     return shown
 
 
@@ -335,12 +341,13 @@ def notes(args, configurations):
     """Return the lines that say how the figures came about."""
     versions = ", ".join(f"{name} {number}" for name, number in VERSIONS.items())
     stem = {"imagenet": "ImageNet", "cifar": "CIFAR"}[args.stem]
+    counts = " or ".join(map(str, sorted({one.processes for one in configurations})))
     model = args.model if args.model != "resnet50" else f"ResNet-50 with the {stem} stem"
     lines = [
         f"{args.hardware}; {versions}; Python {platform.python_version()}; {date.today()}; "
         f"commit {args.commit}.",
-        f"{model}, batch {args.batch_size} per process, data {args.data}. {args.measured}, "
-        f"configurations in turn; runs of {args.steps} steps without the first "
+        f"{model}; {counts} process(es), each with batch {args.batch_size}; data {args.data}. "
+        f"{args.measured}, configurations in turn; runs of {args.steps} steps without the first "
         f"{args.warmup_steps}, which are warm-up.",
     ]
     for one in configurations:
@@ -378,8 +385,9 @@ def write(configurations, args):
         ],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
-    ruler = ["---", *["---:"] * (len(COLUMNS) - 1)]
-    lines = [" | ".join(cells) for cells in [list(COLUMNS), ruler, *rows(configurations)]]
+    names = columns(configurations)
+    ruler = ["---", *["---:"] * (len(names) - 1)]
+    lines = [" | ".join(cells) for cells in [names, ruler, *rows(configurations)]]
     text = "\n".join(f"| {line} |" for line in lines)
     # A line may break between words, not in a quoted one.
     words = [shlex.quote(word).replace(" ", "\0") for word in sys.argv[1:]]

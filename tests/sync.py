@@ -1,9 +1,14 @@
 """Part 2 of the recipes, the machinery, is one text: `make sync` copies it from ddp_cifar.py.
 
-It stands between two banners, "# === machinery" and "# === this recipe's own". A copy that differs
-from all other copies was edited by hand: that is an error, and nothing is overwritten.
+    python tests/sync.py  # into the other recipes
+    python tests/sync.py ../mine/train.py  # into a copy of a recipe
+
+It stands between two banners, "# === machinery CHECKSUM" and "# === this recipe's own". A block
+that is not the one of its checksum was edited by hand: that is an error, and nothing is written.
 """
 
+import difflib
+import hashlib
 import sys
 from pathlib import Path
 
@@ -21,17 +26,31 @@ def machinery(path):
     return "".join(lines[banners[0] : banners[1]])
 
 
-if __name__ == "__main__":
-    blocks = {path: machinery(path) for path in COPIES}
+def checksum(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def main(paths):
+    _, _, text = machinery(REFERENCE).partition("\n")
+    title = f" machinery {checksum(text)}: the same text, byte for byte, in all recipes"
+    new = f"# {title:=>98}\n{text}"
+    blocks = {path: machinery(path) for path in paths}
     for path, block in blocks.items():
-        others = [other for name, other in blocks.items() if name != path]
-        if block not in (*others, machinery(REFERENCE)):
+        banner, _, own = block.partition("\n")
+        if own != text and checksum(own) not in banner:
+            lines = [x.splitlines(keepends=True) for x in (block, new)]
+            sys.stdout.writelines(difflib.unified_diff(*lines, str(path), REFERENCE.name))
             sys.exit(
-                f"{path.name}: its machinery was edited. Make the change in {REFERENCE.name}, or "
-                "override a method in this recipe's own part; nothing was copied."
+                f"{path.name}: its machinery was edited, as shown above; nothing was written. Make "
+                f"the change in {REFERENCE.name}, or define the function again below the machinery."
             )
     for path, block in blocks.items():
-        text = path.read_text().replace(block, machinery(REFERENCE))
-        if text != path.read_text():
-            path.write_text(text)
-            print(f"updated recipes/{path.name}")
+        path.write_text(path.read_text().replace(block, new))
+        print(f"{path.name}: {'up to date' if block == new else 'updated'}")
+
+
+if __name__ == "__main__":
+    try:
+        main([Path(name) for name in sys.argv[1:]] or [REFERENCE, *COPIES])
+    except (OSError, ValueError) as error:
+        sys.exit(f"nothing was written: {error}")

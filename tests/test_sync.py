@@ -9,16 +9,16 @@ import sys
 
 import pytest
 from conftest import ROOT
-from sync import COPIES, REFERENCE, machinery
+from sync import COPIES, REFERENCE, checksum, machinery
 
 RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
 WITH_MACHINERY = [REFERENCE, *COPIES]
 LINES = {
-    "ddp_cifar": 1000,
-    "amp_cifar": 1080,
-    "pipeline_cifar": 1320,
-    "sharded_cifar": 1400,
+    "ddp_cifar": 1020,
+    "amp_cifar": 1095,
+    "pipeline_cifar": 1310,
+    "sharded_cifar": 1340,
     "data_parallel_cifar": 320,
 }
 # Functions that a recipe has under the reference's name, but with another text.
@@ -122,47 +122,84 @@ def test_bf16_is_looked_for_alike_in_all_recipes_that_use_it(name):
     assert others == [first] * 2
 
 
+def test_the_banner_has_the_checksum_of_the_machinery():
+    banner, _, text = machinery(REFERENCE).partition("\n")
+    assert f" machinery {checksum(text)}: " in banner and len(banner) == 100, "run `make sync`"
+
+
 @pytest.fixture
 def project(tmp_path):
-    """The recipes, and `make sync` on them after an edit: the process, and {name: text}."""
-    shutil.copytree(RECIPES, tmp_path / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/sync.py", tmp_path / "tests")
+    """A project with the recipes, of one machinery, and mine/train.py, a copy of one. Return a
+    function that edits a file and runs `make sync` with arguments, in the project's directory; it
+    returns the process and the texts of all files, {name: text}, before and after."""
+    recipes = tmp_path / "project/recipes"
+    shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "project/tests").mkdir()
+    shutil.copy(ROOT / "tests/sync.py", tmp_path / "project/tests")
     for path in COPIES:  # also where the recipes have drifted
         text = path.read_text().replace(machinery(path), machinery(REFERENCE))
-        (tmp_path / "recipes" / path.name).write_text(text)
-
-    def sync(edited, old, new):
-        path = tmp_path / "recipes" / edited
-        assert path.read_text().count(old) == 1
-        path.write_text(path.read_text().replace(old, new))
-        edited_texts = texts()
-        command = [sys.executable, tmp_path / "tests/sync.py"]
-        process = subprocess.run(command, capture_output=True, text=True)
-        return process, edited_texts, texts()
+        (recipes / path.name).write_text(text)
 
     def texts():
-        return {path.stem: path.read_text() for path in (tmp_path / "recipes").glob("*_cifar.py")}
+        return {path.name: path.read_text() for path in tmp_path.glob("*/**/*_cifar*.py")}
 
+    def sync(name, old, new, *arguments):
+        [path] = tmp_path.glob(f"*/**/{name}")
+        assert path.read_text().count(old) == 1
+        path.write_text(path.read_text().replace(old, new))
+        before = texts()
+        command = [sys.executable, "tests/sync.py", *arguments]
+        options = {"cwd": tmp_path / "project", "capture_output": True, "text": True}
+        process = subprocess.run(command, **options)
+        return process, before, texts()
+
+    process, _, _ = sync("ddp_cifar.py", "Train ResNet-50", "Train ResNet-50")
+    assert process.returncode == 0, process.stderr
+    (tmp_path / "mine").mkdir()
+    shutil.copy(recipes / "amp_cifar.py", tmp_path / "mine/my_cifar.py")
     return sync
+
+
+MINE = "../mine/my_cifar.py"
 
 
 def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
     process, before, after = project("ddp_cifar.py", "mul_(48)", "mul_(47)")
-    updated = "".join(f"updated recipes/{path.name}\n" for path in COPIES)
+    updated = "".join(f"{path.name}: updated\n" for path in WITH_MACHINERY)
     assert (process.returncode, process.stdout) == (0, updated), process.stderr
     for path in COPIES:
-        assert after[path.stem] == before[path.stem].replace("mul_(48)", "mul_(47)")
-    assert after[BASELINE.stem] == before[BASELINE.stem]
+        assert without_banner(after[path.name]) == without_banner(
+            before[path.name].replace("mul_(48)", "mul_(47)")
+        )
+    for name in (BASELINE.name, "my_cifar.py"):
+        assert after[name] == before[name]
     process, before, after = project("ddp_cifar.py", "Train ResNet-50", "Train a ResNet-50")
-    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+    assert process.stdout == updated.replace("updated", "up to date")
     assert before == after
 
 
-def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project):
-    process, before, after = project("amp_cifar.py", "mul_(48)", "mul_(47)")
+def without_banner(text):
+    return re.sub("# =+ machinery .*", "", text)
+
+
+@pytest.mark.parametrize(("edited", "arguments"), [("amp_cifar.py", []), ("my_cifar.py", [MINE])])
+def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, arguments):
+    process, before, after = project(edited, "mul_(48)", "mul_(47)", *arguments)
     assert process.returncode == 1 and before == after
-    assert "amp_cifar.py: its machinery was edited" in process.stderr
+    assert f"{edited}: its machinery was edited" in process.stderr
+    changed = [line for line in process.stdout.splitlines() if line[0] in "+-"][2:]
+    assert ["mul_(47)" in changed[0], "mul_(48)" in changed[1], len(changed)] == [True, True, 2]
+
+
+def test_make_sync_gives_a_copy_outside_the_project_the_newest_machinery(project):
+    """And keeps all else of it; the recipes stay as they are."""
+    project("my_cifar.py", "def add_flags(parser):", "def add_flags(parser):  # mine", MINE)
+    process, before, after = project("ddp_cifar.py", "mul_(48)", "mul_(47)", MINE)
+    assert (process.returncode, process.stdout) == (0, "my_cifar.py: updated\n"), process.stderr
+    mine, newest = after.pop("my_cifar.py"), before["amp_cifar.py"].replace("mul_(48)", "mul_(47)")
+    assert without_banner(mine.replace("  # mine", "")) == without_banner(newest)
+    assert "  # mine" in mine
+    assert after == {name: before[name] for name in after}
 
 
 @pytest.mark.parametrize("recipe", ["ddp_cifar.py", "sharded_cifar.py"])
@@ -170,4 +207,4 @@ def test_make_sync_does_not_touch_a_recipe_without_a_banner(project, recipe):
     banner = re.search("\n# =+ this recipe's own", (RECIPES / recipe).read_text())[0]
     process, before, after = project(recipe, banner, "")
     assert process.returncode == 1 and before == after
-    assert f"ValueError: {recipe}: expected the banners of part 2" in process.stderr
+    assert f"nothing was written: {recipe}: expected the banners of part 2" in process.stderr
