@@ -38,7 +38,7 @@ def add_flags(parser):
     """Add the flags of the data and the model."""
     add = parser.add_argument
     add("--data", choices=("cifar10", "synthetic"), default="cifar10", help="default: cifar10")
-    add("--data-dir", default="data", help="of CIFAR-10, downloaded if missing (default: data)")
+    add("--data-dir", default="data", help="CIFAR-10 directory (downloaded if missing)")
     add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="default: resnet50")
     add("--stem", choices=("cifar", "imagenet"), default="cifar", help="cifar (default): 3x3")
 
@@ -110,7 +110,7 @@ def parse_args():
     add("--batch-size", type=int, default=128, help="samples per step, on all GPUs (128)")
     add("--lr", type=float, default=0.1, help="peak, per 128 samples of a step (0.1)")
     add("--seed", type=int, default=0, help="for weights, order and augmentation (0)")
-    add("--cpu", action="store_true", help="train on CPU, also where there are GPUs")
+    add("--cpu", action="store_true", help="train on CPU, even if GPUs are present")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (all cores)")
     add("--log-every", type=int, default=10, help="steps between lines (10)")
     add("--output-dir", default=f"runs/{RECIPE}", help="for results (%(default)s)")

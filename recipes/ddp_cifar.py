@@ -64,8 +64,7 @@ def load_data(args, accelerator):
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among
     the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`. Where it returns CPU tensors, pin_memory=torch.cuda.is_available() lets the
-    copies to the GPU overlap the computation. To download, see `cifar10`.
+    `SeededSamples`, and pin_memory=torch.cuda.is_available(). To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -234,7 +233,7 @@ def main():
     accelerator.end_training()
 
 
-# ========================================= machinery: the same text, byte for byte, in all recipes
+# ============================= machinery 1b333af7f3b6: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -542,7 +541,7 @@ class Checkpoints:
         there is none. Exit with an error if none is intact, if ranks cannot read the same, or if it
         is of a run with other flags."""
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        names = {f"files in {self.directory}": [path.name for path in paths]}
+        names = {"checkpoints in --output-dir": [path.name for path in paths]}
         exit_if_ranks_differ(names, "all machines have to share the directory")
         for path in paths:
             problem = damage = None
@@ -594,8 +593,7 @@ class Checkpoints:
 
 
 def replace_file(accelerator, path, write):
-    """On the main process, make a file by `write(temporary path)`. It gets its name when it is on
-    the disk."""
+    """On the main process, make a file by `write`. It gets its name when it is on the disk."""
     if accelerator.is_main_process:
         temporary = path.with_name(UNFINISHED)
         write(temporary)
@@ -675,10 +673,6 @@ class StopSignal(threading.Thread):
 
     def receive(self, number):
         """Note a signal and say so. A second Ctrl-C ends this process at once."""
-        if number == signal.SIGHUP:
-            for stream in (1, 2):  # a terminal is gone: printing would fail
-                if not os.path.isfile(f"/dev/fd/{stream}"):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if number in self.signals and not self.received:
             self.received = number
             self.time = time.monotonic()
@@ -840,20 +834,22 @@ def parse_args(*declarations):
     trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
     add = parser.add_argument
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
-    add("--epochs", type=int, default=30, help="default: 30; 0: only evaluate")
+    add(
+        "--epochs", type=int, default=30, help="passes over the training set (30); 0 only evaluates"
+    )
     add("--max-steps", type=int, help="stop after this many optimizer steps")
-    add("--batch-size", type=int, default=128, help="per process and microbatch (128)")
+    add("--batch-size", type=int, default=128, help="samples that a process takes at once (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
-    add("--lr", type=float, default=0.1, help="peak, per 128 samples of a step (0.1)")
+    add("--lr", type=float, default=0.1, help="peak rate, per 128 samples of global batch (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
     add("--seed", type=int, default=0, help="for weights, order and augmentation (0)")
     add("--cpu", action="store_true", help="train on CPU, even if GPUs are present")
     add("--threads", type=int, help="CPU threads per process (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")
-    add("--checkpoint-every", type=int, help="steps, besides the end of each epoch")
+    add("--checkpoint-every", type=int, help="steps between checkpoints, besides each epoch's end")
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
-    add("--log-every", type=int, help="steps between lines (50 on GPUs, 10 on CPU)")
-    add("--tracker", choices=trackers, help="log metrics there, too")
+    add("--log-every", type=int, help="steps between lines of metrics (50 on GPUs, 10 on CPU)")
+    add("--tracker", choices=trackers, help="also send metrics there")
     add("--hang-timeout", type=float, default=600, help="seconds without a step (600)")
     args = parser.parse_args()
     for name in ABOVE_0:
@@ -866,8 +862,8 @@ def parse_args(*declarations):
 
 
 def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory. The lock ends with this process. In
-    the file is an id, with which a resumed training continues its run in Weights & Biases."""
+    """Exit with an error if another run uses the directory. The lock ends with this process. An id
+    in it continues the run in Weights & Biases."""
     try:
         os.makedirs(directory, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
@@ -1057,9 +1053,8 @@ def skip_batchnorm_broadcasts(model):
 
 
 def rebuild_buckets(accelerator, model, batch):
-    """Take a backward pass without a step. After the first one DDP rebuilds its buckets, which
-    changes the order of its sums. A run that resumes does so before it loads the checkpoint, and
-    then rounds as the first run did."""
+    """Take a first backward pass, after which DDP rebuilds its buckets: that changes the order of
+    its sums. Before a checkpoint is loaded, so that a resumed run rounds as the first run did."""
     accelerator.backward(compute_loss(model, batch)["loss"].mean())
     model.zero_grad()
 

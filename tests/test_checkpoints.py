@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from conftest import LITTLE_DATA, SMALL, copy, forked, load
@@ -192,7 +193,9 @@ def test_each_rank_reads_the_checkpoint_and_ranks_with_other_files_are_told(tmp_
     assert saved[0] == resumed[0] == [0, 0], resumed
     for rank in (0, 1):
         assert resumed[1].count(f"rank {rank} reads step-00000002.pt") == 1, resumed[1]
-    assert "machines have different files: all have to share run" in the_error(refused)
+    said = the_error(refused)
+    assert "checkpoints in --output-dir: ['step-00000002.pt'] on rank 0" in said, said
+    assert "by rank {1: []}: all machines have to share the directory" in said, said
 
 
 def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):
@@ -206,6 +209,7 @@ def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):
     torch.save({"weights": torch.ones(2**24)}, path)
     read = load("recipes/ddp_cifar.py").Checkpoints.read
     before = in_memory()
-    checkpoint = read(None, path)
+    on_gpu = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
+    checkpoint = read(on_gpu, path)
     assert in_memory() - before < 16 * 1024, "of 65,536 kB"
     assert checkpoint["weights"].sum() == 2**24

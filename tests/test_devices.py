@@ -42,7 +42,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(recipe.utils, "broadcast", lambda tensors: [same(x) for x in tensors])
     monkeypatch.setattr(recipe, "means", lambda names, *_: dict.fromkeys(names, 1.0))
     collectives = {"gather": same, "gather_for_metrics": same}
-    accelerator = SimpleNamespace(device=GPU, process_index=0, **collectives)
+    accelerator = SimpleNamespace(device=GPU, process_index=0, num_processes=1, **collectives)
     args = SimpleNamespace(data="synthetic", model="simple_cnn", batch_size=64, seed=0)
     with FakeTensorMode():
         loaders = [Batches(loader) for loader in recipe.load_data(args, accelerator)]

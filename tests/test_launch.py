@@ -82,8 +82,32 @@ def test_the_users_number_of_threads_is_taken(start, environment, flag, threads)
 
 def test_more_processes_than_gpus_are_an_error_before_any_collective(start):
     """Two ranks on one GPU would wait for each other for ever."""
-    with pytest.raises(Exit, match=r"2 processes, 1 GPU\(s\): .*--num_processes 1.*--cpu"):
-        start(environment={"LOCAL_WORLD_SIZE": "2"}, device_count=1)
+    one = {"device_count": 1, "is_available": True}
+    launchers = (
+        ("TORCHELASTIC_RUN_ID", "nproc_per_node"),
+        ("ACCELERATE_MIXED_PRECISION", "num_processes"),
+    )
+    for variable, flag in launchers:
+        with pytest.raises(Exit, match=rf"2 processes, 1 GPU\(s\): --{flag} 1 .*or --cpu"):
+            start(environment={"LOCAL_WORLD_SIZE": "2", variable: "no"}, **one)
+
+
+def test_gpus_that_are_not_used_are_told_once(start, capfd):
+    for rank in ("0", "1"):
+        processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+        start(environment=processes, sees=2, device_count=4, is_available=True)
+    said = "2 of 4 GPUs are not used: --nproc_per_node 4"
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
+    """A driver that is too old: NVML counts the GPUs, and CUDA does not start."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    old = {"device_count": 1, "is_available": False}
+    with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.* or --cpu"):
+        start(**old)
+    assert start(cpu=True, **old)[0].cpu
 
 
 def test_processes_that_do_not_see_each_other_are_an_error(start):
@@ -124,11 +148,10 @@ def test_gpus_are_hidden_by_cpu_before_torch_looks_for_them(start):
     """Otherwise Accelerate's barriers would go to a GPU."""
     visible = []
 
-    def device_count():
+    def is_available():
         visible.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return 0
 
-    start(cpu=True, device_count=device_count)
+    start(cpu=True, is_available=is_available)
     assert set(visible) == {""}
 
 
