@@ -62,8 +62,7 @@ def load_data(args, accelerator):
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among
     the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`. Where it returns CPU tensors, pin_memory=torch.cuda.is_available() lets the
-    copies to the GPU overlap the computation. To download, see `cifar10`.
+    `SeededSamples`, and pin_memory=torch.cuda.is_available(). To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -1064,9 +1063,8 @@ def skip_batchnorm_broadcasts(model):
 
 
 def rebuild_buckets(accelerator, model, batch):
-    """Take a backward pass without a step. After the first one DDP rebuilds its buckets, which
-    changes the order of its sums. A run that resumes does so before it loads the checkpoint, and
-    then rounds as the first run did."""
+    """Take a first backward pass, after which DDP rebuilds its buckets: that changes the order of
+    its sums. Before a checkpoint is loaded, so that a resumed run rounds as the first run did."""
     accelerator.backward(compute_loss(model, batch)["loss"].mean())
     model.zero_grad()
 

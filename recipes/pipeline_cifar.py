@@ -11,7 +11,6 @@ are those of the whole model, accumulated over the chunks. The same command agai
 
 To make this file yours, replace `add_flags`, `load_data`, `build_model`, `model_blocks`,
 `compute_loss` and `make_optimizer`. A batch must be two tensors, of the same shapes in all batches.
-The end of the file cuts the model and runs the stages.
 """
 
 import argparse
@@ -65,8 +64,7 @@ def load_data(args, accelerator):
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among
     the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`. Where it returns CPU tensors, pin_memory=torch.cuda.is_available() lets the
-    copies to the GPU overlap the computation. To download, see `cifar10`.
+    `SeededSamples`, and pin_memory=torch.cuda.is_available(). To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -137,8 +135,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, args, ste
     or clipped, the gradient's norm before clipping, else None: all still on the device."""
     metrics = []
     for index, batch in enumerate(microbatches):
-        # In the whole step: any number of pipelines draws the same dropout, and so does a resumed
-        # run. The two stages draw other numbers: one process would draw both in a row.
+        # In the whole step: any number of pipelines draws the same dropout; its stages differ.
         number = index * model.replicas.size() + model.replicas.rank()
         seed_rng(args.seed, step, number, model.group.rank())
         metrics.append(run_pipeline(model, batch))  # forward and backward, chunk by chunk

@@ -8,9 +8,8 @@ For a model that does not fit on one GPU: each of N processes keeps 1/N of the p
 and optimizer state. A block's parameters are gathered for its forward and its backward pass, then
 freed. The training is that of ddp_cifar.py. The same command again continues an interrupted run.
 
-To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss` and
-`make_optimizer`, and `shard_units` if your blocks are elsewhere; `shard` lists what the model must
-satisfy. Edit anything above the machinery banner, and the CIFAR-10 section below it.
+To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
+`make_optimizer`, and `shard_units` if your blocks are elsewhere; `shard` lists what a model needs.
 """
 
 import argparse
@@ -32,7 +31,6 @@ import time
 import traceback
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count, islice
@@ -70,8 +68,7 @@ def load_data(args, accelerator):
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among
     the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`. Where it returns CPU tensors, pin_memory=torch.cuda.is_available() lets the
-    copies to the GPU overlap the computation. To download, see `cifar10`.
+    `SeededSamples`, and pin_memory=torch.cuda.is_available(). To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -183,14 +180,13 @@ def main():
     check_bf16(args)
     lock_output_directory(args.output_dir)
     accelerator = make_accelerator(args, args.precision)
-    mesh = make_mesh(accelerator, args.replicas)
     accumulation = divide_global_batch(args, accelerator, accelerator.num_processes)
     seed_rng(args.seed)  # for the initial weights
     loaders = reproducible(load_data(args, accelerator), args.seed)
     train_loader, test_loader = accelerator.prepare(*loaders)
     steps = Steps(train_loader, accumulation, args)
 
-    model = build_sharded_model(args, accelerator, mesh)
+    model = build_sharded_model(args, accelerator, make_mesh(accelerator, args.replicas))
     add_hooks(accelerator, model, args.sync_each_batch)
     optimizer, scheduler = make_optimizer(model, args, steps.total)
     # Not the model: that would add DDP. Not the scheduler: it would advance once per process.
@@ -235,7 +231,7 @@ def main():
     hang.closed.set()
     save_whole_model(accelerator, model, args.output_dir)
     metrics.finish()
-    # The model goes before the process group that it uses: at exit, gloo may abort.
+    # The model goes before its process group: at exit, gloo may abort.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
@@ -1180,8 +1176,9 @@ def shard(model, args, mesh):
     if args.precision == "bf16":
         # Norms with running statistics stay in fp32, as these are. LayerNorm is another class.
         norms = {x for x in model.modules() if isinstance(x, nn.modules.batchnorm._NormBase)}
-        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-        for_root = replace(policy, output_dtype=torch.float32)  # for the loss
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        # The loss is computed in fp32.
+        for_root = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     for unit in shard_units(model):
         if args.activation_checkpointing:
             checkpoint_activations(unit)

@@ -1,5 +1,6 @@
 """Whatever happens to a checkpoint, the last good one stays, and the run continues from it."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -57,7 +58,12 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(tmp_pa
     answers = forked([{**one, "directory": whole}, stopped, recorded], tmp_path)
     assert [codes for codes, _ in answers] == [[0, 0], [143, 143], [143, 143]], answers
     begin = checkpoints(killed)[-1]
-    kills = kills_of((tmp_path / "moments").read_text().split())
+    moments = (tmp_path / "moments").read_text().split()
+    order = [kind for kind, _ in itertools.groupby(moments)]
+    first_deletion = order.index("unlink")
+    after_rename = order[order.index("replace") + 1 : first_deletion]
+    assert after_rename == ["open", "fsync"], "the new name is on the disk before an old one goes"
+    kills = kills_of(moments)
     assert len(kills) >= 5
 
     begins = [begin]
