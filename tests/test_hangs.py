@@ -71,6 +71,41 @@ def compute_loss(model, batch):
         distributed.barrier(group)
     return plain_loss(model, batch)
 """
+# A device that executes all-reduces in order, four in a step, while the host runs ahead into the
+# next step: there it waits for its queue in a function of its own.
+RUNS_AHEAD = """
+import queue
+
+device = queue.Queue(maxsize=5)
+
+
+def execute():
+    group = distributed.new_group(backend="gloo")
+    started.set()
+    while True:
+        distributed.all_reduce(device.get(), group=group)
+
+
+started = threading.Event()
+
+
+def launch(values):
+    if not started.is_set():
+        threading.Thread(target=execute, daemon=True).start()
+        started.wait()
+    while device.full():
+        time.sleep(0.01)
+    device.put(values)
+
+
+def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
+    if here(9):
+        STALL
+    for _ in range(4):
+        launch(torch.zeros(1))
+    metrics = [{"loss": torch.zeros(len(batch[1]))} for batch in microbatches]
+    return metrics, None
+"""
 SETTING_UP = """
 plain_choice = choose_device
 
@@ -118,6 +153,7 @@ CASES = {  # (processes, recipe, where it stalls, how, the function that is name
     "is stopped": (2, "sharded_cifar", IN_COMPUTE_LOSS, STOP, None),
     "is stopped, of four": (4, "pipeline_cifar", IN_COMPUTE_LOSS, STOP, None),
     "calls a collective alone": (2, "ddp_cifar", ONE_SIDED, "", None),
+    "stalls while another one runs ahead": (2, "ddp_cifar", RUNS_AHEAD, SLEEP, "train_step"),
     "is alone": (1, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
 }
 OTHERS = {

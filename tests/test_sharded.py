@@ -12,6 +12,7 @@ import torchvision
 from conftest import LITTLE_DATA, PROGRAMS, ROOT, Exit, copy, forked, load, outputs
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 recipe = load("recipes/sharded_cifar.py", exits=True)
 FLAGS = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--log-every", 1]
@@ -173,6 +174,10 @@ def test_mistakes_are_one_line():
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=4)
     with pytest.raises(Exit, match="--replicas: 4 process\\(es\\) do not make 3"):
         recipe.make_mesh(accelerator, 3)
+    scale = nn.Module()
+    scale.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(Exit, match="logit_scale has no dimensions"):
+        recipe.check_units(scale)
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     recipe.check_units(tied)
     tied[1].weight = tied[0].weight
@@ -292,6 +297,74 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(disturbed, tmp_path):
     for step in (10, 12):
         one, other = (checkpoint(run / f"step-{step:08}") for run in (broken, whole))
         assert_equal(one, other)
+
+
+AVERAGE = """
+class Average:
+    def __init__(self, model):
+        self.model = model
+        self.values = {name: x.detach().clone() for name, x in model.named_parameters()}
+
+    def update(self):
+        for name, x in self.model.named_parameters():
+            self.values[name].lerp_(x.detach(), 0.2)
+
+    def state_dict(self):
+        return {"values": {name: x.clone() for name, x in self.values.items()}}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+plain_step = train_step
+
+
+def train_step(accelerator, model, *arguments):
+    answer = plain_step(accelerator, model, *arguments)
+    Checkpoints.average.update()
+    return answer
+
+
+class ShardedCheckpoints(ShardedCheckpoints):
+    def __init__(self, accelerator, config, states):
+        Checkpoints.average = states["average"] = Average(states["model"])
+        super().__init__(accelerator, config, states)
+"""
+
+
+@pytest.mark.slow
+def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
+    """An average of the weights, on 1, 2 and 3 processes, which divide 64 rows unevenly."""
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=AVERAGE)
+    flags = ["--global-batch-size", 48, "--batch-size", 48, "--checkpoint-every", 2, "--keep", 9]
+    flags += ["--max-steps", 4]
+    whole = described(tmp_path, script, "whole", 2, *flags)
+    again = [described(tmp_path, script, f"again{n}", n, *flags) for n in (1, 2, 3)]
+    succeed(tmp_path, [whole])
+    for run in again:
+        name = run["flags"][run["flags"].index("--output-dir") + 1]
+        (tmp_path / name).mkdir()
+        shutil.copytree(tmp_path / "whole/step-00000002", tmp_path / name / "step-00000002")
+    succeed(tmp_path, again)
+    expected = checkpoint(tmp_path / "whole/step-00000004")
+    assert_equal(checkpoint(tmp_path / "again2/step-00000004"), expected)
+    averages = [whole_shards(tmp_path / x / "step-00000004") for x in ("whole", "again1", "again3")]
+    before = whole_shards(tmp_path / "whole/step-00000002")
+    for name in averages[0]:
+        if name.startswith("states/average/"):
+            for other in averages[1:]:
+                torch.testing.assert_close(other[name], averages[0][name], rtol=0, atol=1e-6)
+    moved = [(before[x] - averages[0][x]).abs().max() for x in before if "/average/" in x]
+    assert len(moved) == 6 and max(moved) > 1e-4
+
+
+def whole_shards(folder):
+    """Return {name: whole tensor} of the shards of all ranks, as the library reads them."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros(x.size) for name, x in metadata.items()}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return tensors
 
 
 KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins
