@@ -3,7 +3,7 @@ however it is divided among processes and microbatches."""
 
 import pytest
 import torch
-from conftest import copy, train_forked
+from conftest import ROUNDING_FLOAT32, copy, train_forked
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -147,13 +147,13 @@ def test_each_step_is_on_the_mean_over_all_tokens(trained, case):
     assert len(lines) == 5
     update = flat(load_file(trained[case].weights), initial)
     exact_update = flat(expected, initial)
-    assert exact_update.norm() > 3, "1e-6 of it would be less than a rounding error"
-    assert (update - exact_update).norm() / exact_update.norm() < 1e-6
+    assert exact_update.norm() > 3, "a defect would be less than a rounding error"
+    assert (update - exact_update).norm() / exact_update.norm() < ROUNDING_FLOAT32
     if overflow:  # the schedule waits for a skipped step
         assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1, 1]
         assert [line["loss_scale"] for line in lines] == [1024, 1024, 512, 512, 512]
         return
-    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
-    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-5)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=ROUNDING_FLOAT32)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=ROUNDING_FLOAT32)
     if "scaling" in case:
         assert {line["loss_scale"] for line in lines} == {1024}

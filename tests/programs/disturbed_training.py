@@ -9,7 +9,7 @@ process appends a digest of each batch that it trains on to DIRECTORY/batches.RA
 happens to a process at the n-th step since its start: a signal by its name, or "stall"; those of
 RANK.1 happen where the launcher has restarted it once. `save` kills the main process at the n-th
 moment before or after an operation on the disk. `code` is executed first. `plain` leaves the
-recipe's simple_cnn; `dropout` is the probability of the other model's.
+recipe's simple_cnn; `dropout` is the probability of the other model's; `in_float64` trains in it.
 """
 
 import collections
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from conftest import load
+from conftest import IN_FLOAT64, load
 from torch import nn
 
 
@@ -128,6 +128,8 @@ def train(run, prepare=lambda recipe: None):
     recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)
     if not run.get("plain"):  # dropout is a process's own
         recipe.build_model = partial(build_model, dropout=run.get("dropout", 0.2))
+    if run.get("in_float64"):
+        exec(IN_FLOAT64, vars(recipe))
     os.makedirs(run["directory"], exist_ok=True)
     rank = os.environ.get("RANK", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
