@@ -92,7 +92,7 @@ def free_port():
     return free_ports(1)[0]
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchvision.transforms.functional as TF
 from accelerate import Accelerator
-from conftest import REAL_DATA, load, needs_real_data
+from conftest import REAL_DATA, ROUNDING_FLOAT32, load, needs_real_data
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")

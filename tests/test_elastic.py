@@ -64,11 +64,11 @@ def test_one_of_two_machines_dies_and_comes_back_and_the_run_ends_like_one_that_
     machines = [one]
     try:
         machines.append(Machine(tmp_path, "other", port, gate=["2", 8]))
-        wait_until(lambda: list(tmp_path.glob("run/gate-2")), 300)
+        wait_until(lambda: list(tmp_path.glob("run/gate-2")))
         machines[1].kill()
-        wait_until(lambda: list(tmp_path.glob("run/gate-1")), 300)
+        wait_until(lambda: list(tmp_path.glob("run/gate-1")))
         machines.append(Machine(tmp_path, "again", port))
-        wait_until(lambda: None not in [one.launcher.poll(), machines[2].launcher.poll()], 300)
+        wait_until(lambda: None not in [one.launcher.poll(), machines[2].launcher.poll()])
     finally:
         for machine in machines:
             machine.kill()

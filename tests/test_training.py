@@ -6,7 +6,7 @@ import accelerate
 import pytest
 import torch
 import torchvision
-from conftest import ROUNDING, answers, load, train_forked
+from conftest import IN_FLOAT64, LITTLE_DATA, ROUNDING, SMALL, answers, copy, load, train_forked
 from safetensors.torch import load_file
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -150,6 +150,18 @@ def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, m
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
 
 
+COMPILED = """
+class Model(nn.Sequential):
+    def forward(self, images):  # before torch 2.15 a plain Sequential is not compiled
+        return super().forward(images)
+
+
+def build_model(args):
+    blocks = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+    return Model(*blocks, nn.Flatten(), nn.Linear(16, 10))
+"""
+
+
 @pytest.fixture(scope="module")
 def long_runs(tmp_path_factory):
     """Side by side, on one core each: the compiler works on one for longer than the others take."""
@@ -159,12 +171,13 @@ def long_runs(tmp_path_factory):
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
-    short = ["--max-steps", 3, "--batch-size", 16]
-    model = {"plain": False, "dropout": 0, "in_float64": True, "patience": 400, "env": cache}
+    short = [*SMALL, "--max-steps", 3, "--batch-size", 16]
+    script = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
+    more = {"patience": 600, "env": cache}
     runs = {
-        "compiled": (1, "ddp_cifar", [*short, "--compile"], model),
+        "compiled": (1, script, [*short, "--compile"], more),
         "synthetic": (2, "ddp_cifar", ["--epochs", 6, "--batch-size", 32, "--lr", 0.2]),
-        "eager": (1, "ddp_cifar", short, model),
+        "eager": (1, script, short, more),
     }
     return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
 
