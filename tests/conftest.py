@@ -92,7 +92,7 @@ def free_port():
     return free_ports(1)[0]
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -205,6 +205,30 @@ def copy(recipe, path, *replacements, project=""):
 
 SYNTHETIC_DATA = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
 LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
+
+
+# In float32 the order of a sum can move an activation over the edge of a ReLU, and so much of a
+# gradient: in float64 two trainings are the same or are not, on any CPU.
+IN_FLOAT64 = """
+float32_model, float32_items = build_model, ImageTensors.__getitems__
+
+
+def build_model(args):
+    return float32_model(args).double()
+
+
+def float64_items(images, indices):
+    pixels, labels = float32_items(images, indices)
+    return pixels[:, :, ::2, ::2].double(), labels  # fewer: float64 takes its time
+
+
+ImageTensors.__getitems__ = float64_items
+"""
+# Float64 rounds to 1e-16 of a value, a sum has up to 1e5 terms in any order, and ten steps follow
+# each other. One float32 value among them, 1e-7, would be seen.
+ROUNDING = 1e-10
+# 100 roundings of a value of order one, where a test has to compute in float32.
+ROUNDING_FLOAT32 = 100 * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,15 @@ def test_weights_in_16_bits_are_an_error_before_the_first_step():
     recipe.check_weights_are_fp32(model.float(), "fp16")
 
 
+BF16_WEIGHTS = "return model.to(memory_format=torch.channels_last)", "return model.bfloat16()"
+
+
+@pytest.mark.copied("amp_cifar", BF16_WEIGHTS, flags=["--precision", "bf16"])
+def test_a_run_with_weights_in_16_bits_is_one_error_line(outcome):
+    assert outcome.codes == [2] and "error: build_model: weights are" in outcome.output
+    assert "step 1/" not in outcome.output and "Traceback" not in outcome.output
+
+
 @pytest.mark.parametrize(("precision", "fused"), [("fp16", None), ("bf16", True)])
 def test_fp16_has_no_fused_optimizer_in_which_a_skipped_step_could_not_be_seen(precision, fused):
     args = SimpleNamespace(precision=precision, lr=0.1, global_batch_size=128)

@@ -73,14 +73,14 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
         return list((tmp_path / "out").glob("tmp*/metrics.jsonl"))
 
     try:
-        wait_until(trains, 300)
+        wait_until(trains)
         assert len(ranks()) >= 3  # with the launcher
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=180)
     finally:
         process.terminate()  # and it ends what it has started
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    wait_until(lambda: not ranks(), 15)  # they have sessions of their own and follow their launcher
+    wait_until(lambda: not ranks())  # they have sessions of their own and follow their launcher
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md"}
     baseline, endless = written(tmp_path)[".json"]["configurations"]
     [sample] = baseline["samples"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchvision.transforms.functional as TF
 from accelerate import Accelerator
-from conftest import REAL_DATA, load, needs_real_data
+from conftest import REAL_DATA, ROUNDING_FLOAT32, load, needs_real_data
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")
@@ -35,7 +35,9 @@ def test_training_pixels_are_those_of_torchvisions_transforms(images_and_labels)
         image = T.Pad(4)(T.ToPILImage()(images[index].permute(2, 0, 1)))
         image = TF.crop(image, top, left, 32, 32)
         image = TF.hflip(image) if flip else image
-        torch.testing.assert_close(pixels, NORMALIZE(T.ToTensor()(image)), rtol=0, atol=3e-7)
+        torch.testing.assert_close(
+            pixels, NORMALIZE(T.ToTensor()(image)), rtol=0, atol=ROUNDING_FLOAT32
+        )
         flips += flip
     assert 16 < flips < 48
 
@@ -52,7 +54,7 @@ def test_test_images_are_only_normalized(images_and_labels):
     dataset = recipe.ImageTensors(*images_and_labels, torch.device("cpu"))
     batch, _ = dataset.__getitems__([7, 7, 0])
     expected = NORMALIZE(images[7].permute(2, 0, 1) / 255)
-    torch.testing.assert_close(batch[0], expected, rtol=0, atol=3e-7)
+    torch.testing.assert_close(batch[0], expected, rtol=0, atol=ROUNDING_FLOAT32)
     assert torch.equal(batch[0], batch[1]) and not torch.equal(batch[0], batch[2])
     assert batch.is_contiguous(memory_format=torch.channels_last)
 

@@ -172,7 +172,10 @@ def described(directory, name, processes, recipe, where, how, _):
     flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
     flags += ["--epochs", 2 if name == "is slow" else 1000]
     run = {"processes": processes, "script": script, "directory": directory, "flags": flags}
-    return {**run, "grace": 10, "patience": 20 if where == SETTING_UP else 240}
+    run["grace"] = 10
+    if where == SETTING_UP:
+        run["until"] = [f"Timeout (0:00:{TIMEOUT:02})!", processes]
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, copy, forked, outputs
+from conftest import ROOT, ROUNDING, copy, forked, outputs
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 
@@ -30,7 +30,7 @@ def test_imports_only_what_pyproject_names(recipe):
 MINE = """
 class Noisy(Dataset):
     def __init__(self, samples):
-        self.inputs = torch.linspace(-1, 1, 12 * samples).view(12, samples).T.sin()
+        self.inputs = torch.linspace(-1, 1, 12 * samples).double().view(12, samples).T.sin()
 
     def __len__(self):
         return len(self.inputs)
@@ -51,7 +51,7 @@ def load_data(args, accelerator):
 
 
 def build_model(args):
-    return nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3))
+    return nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3)).double()
 
 
 def model_blocks(model):  # of the pipeline
@@ -105,7 +105,7 @@ def test_own_data_model_and_loss_train_the_same_in_processes_and_workers(recipe,
     ):
         for name in names:
             values, expected = ([line[name] for line in run[event]] for run in (result, alone))
-            assert len(set(values)) > 1 and values == pytest.approx(expected, abs=1e-5), name
+            assert len(set(values)) > 1 and values == pytest.approx(expected, abs=ROUNDING), name
     assert alone["train"][-1]["loss"] < alone["train"][0]["loss"]
     # The copy has its own name and flags, and not those of the example.
     assert output.count('"recipe": "mine"') == 1 and "_cifar" not in output, output

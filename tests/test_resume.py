@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import forked
+from conftest import ROUNDING, forked
 
 STEPS = 20  # two epochs of 640 samples at a global batch of 64
 RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2), ("pipeline_cifar", 4)]
@@ -107,6 +107,7 @@ def test_the_same_command_continues_with_the_same_steps_on_fewer_processes(tmp_p
     """On four, on two, then on one, which take 1, 2 and 4 microbatches per step."""
     flags = ["--batch-size", 16, "--global-batch-size", 64, "--log-every", 1]
     common = {"recipe": "ddp_cifar", "plain": True, "flags": flags, "grace": 30}
+    common["in_float64"] = True
     broken = {**common, "directory": tmp_path / "broken"}
     runs = [
         {**common, "processes": 4, "directory": tmp_path / "whole"},
@@ -125,5 +126,5 @@ def test_the_same_command_continues_with_the_same_steps_on_fewer_processes(tmp_p
     assert len(whole) == len(broken) == STEPS + 2
     for line, expected in zip(broken, whole, strict=True):
         assert line.pop("event") == expected.pop("event")
-        assert line == pytest.approx(expected, abs=1e-5, rel=0)
+        assert line == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert whole[3]["loss"] != whole[2]["loss"]

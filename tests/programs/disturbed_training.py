@@ -9,7 +9,7 @@ process appends a digest of each batch that it trains on to DIRECTORY/batches.RA
 happens to a process at the n-th step since its start: a signal by its name, or "stall"; those of
 RANK.1 happen where the launcher has restarted it once. `save` kills the main process at the n-th
 moment before or after an operation on the disk. `code` is executed first. `plain` leaves the
-recipe's simple_cnn; `dropout` is the probability of the other model's.
+recipe's simple_cnn; `in_float64` trains in it.
 """
 
 import collections
@@ -20,19 +20,18 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import load
+from conftest import IN_FLOAT64, load
 from torch import nn
 
 
-def build_model(args, dropout=0.2):
+def build_model(args):
     return nn.Sequential(
         nn.Sequential(
-            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.MaxPool2d(2)
         ),
         nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
         nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
@@ -117,7 +116,9 @@ def train(run, prepare=lambda recipe: None):
     small = recipe.synthetic_images
     recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)
     if not run.get("plain"):  # dropout is a process's own
-        recipe.build_model = partial(build_model, dropout=run.get("dropout", 0.2))
+        recipe.build_model = build_model
+    if run.get("in_float64"):
+        exec(IN_FLOAT64, vars(recipe))
     os.makedirs(run["directory"], exist_ok=True)
     rank = os.environ.get("RANK", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -20,6 +20,7 @@ hang = SimpleNamespace(made_progress=lambda: None)
 stop = SimpleNamespace(vote=lambda: 0)
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
+torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 data = torch.Generator().manual_seed(0)
 model = torch.nn.Linear(5, 10)

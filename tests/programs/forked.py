@@ -8,7 +8,8 @@ trainings take a minute. conftest.py starts it once and writes to its stdin, in 
 A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its
 `flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience` in
 seconds, and `grace`, what is left of it when a process has failed: five; `terminate`: SIGTERM
-before SIGKILL, as from a launcher. The answer, a line on stdout, has [exit codes by rank, output]
+before SIGKILL, as from a launcher; `until`: [text, n], the run is over when its output has the text
+n times. The answer, a line on stdout, has [exit codes by rank, output]
 for each; where patience has ended a run, the output's last line says so.
 """
 
@@ -119,8 +120,14 @@ class Execution:
         if code:
             self.deadline = min(self.deadline, time.monotonic() + self.run.get("grace", 5))
 
+    def has_said(self, text, times):
+        size = os.fstat(self.file.fileno()).st_size
+        return os.pread(self.file.fileno(), size, 0).decode().count(text) == times
+
     def check(self):
         self.read()
+        if (until := self.run.get("until")) and self.ranks and self.has_said(*until):
+            self.deadline = 0
         if time.monotonic() > self.deadline:
             if not any(self.codes.values()):
                 self.said = f"\nforked.py: ended after a patience of {self.patience:.0f} s\n"
