@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+OLDEST := .venv-oldest
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
 # The tests of a file share runs. Many of them wait: three files at a time keep two cores busy.
@@ -50,6 +51,9 @@ results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+test-oldest: $(OLDEST)/ready  ## run the tests with the oldest versions that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
+
 quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
@@ -61,13 +65,15 @@ lint: $(READY)  ## check style and format
 	$(BIN)/ruff format --check .
 
 clean:  ## remove the virtual environment and caches; runs/ and data/ stay
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Done once, and again when the pins change.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
+$(READY): PINS := constraints.txt
+$(OLDEST)/ready: PINS := constraints-oldest.txt
+$(READY) $(OLDEST)/ready: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --constraint $(PINS) --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench results test quick sync lint clean
+.PHONY: help demo train bench results test test-oldest quick sync lint clean
