@@ -25,6 +25,7 @@ from collections import Counter
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from accelerate import Accelerator
@@ -107,8 +108,10 @@ def draw_promise(figure):
     lines = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
     above.legend([lines[name] for name in (*WAYS, "SIGKILL")], [*WAYS, "SIGKILL"])
     above.set(ylabel="loss of each step")
-    text = ", ".join(f"{name} - {other}: 0" for name, other in BIT_FOR_BIT.items())
-    below.set(xlabel=f"step      ({text})", yscale="log", ylabel="largest\ndifference")
+    above.set_title("simple_cnn, synthetic images, global batch 128: one training in seven ways")
+    text = "\n".join(f"0, bit for bit: {x} from {other}" for x, other in BIT_FOR_BIT.items())
+    below.text(0.99, 0.05, text, transform=below.transAxes, ha="right", fontsize=8)
+    below.set(xlabel="step", yscale="log", ylabel="largest difference\nfrom ddp on 1")
 
 
 # ------------------------------------------------------------- pipeline and ddp: [what, begin, end]
@@ -214,7 +217,7 @@ def draw_ddp(figure):
     )
 
 
-# ------------------------------------------------------------- sharded: bytes at the peak, by their use
+# --------------------------------------------------------- sharded: bytes at the peak, by their use
 PARTS = {  # as MemTracker and FSDPMemTracker name them
     "parameters": ["Parameter", "Sharded Param"],
     "optimizer state": ["Optstate", "OptState"],
@@ -319,7 +322,7 @@ PICTURES = {
     "promise": (draw_promise, (8, 5.5)),
     "pipeline": (draw_pipeline, (8, 4)),
     "ddp": (draw_ddp, (8, 4)),
-    "sharded": (draw_sharded, (8, 2.4)),
+    "sharded": (draw_sharded, (8, 2.6)),
     "amp": (draw_amp, (8, 4)),
 }
 
@@ -375,7 +378,8 @@ def main(*names):
         draw(figure)
         where = f"{hardware()}; torch {torch.__version__}; {date.today()}; commit {commit()}"
         note = {"va": "top", "fontsize": 6, "family": "monospace"}
-        figure.text(0.01, 0, "\n".join([*commands, where]), **note)
+        wrapped = [fill(x, 115, subsequent_indent="    ") for x in [*commands, where]]
+        figure.text(0.01, 0, "\n".join(wrapped), **note)
         figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
