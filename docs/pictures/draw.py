@@ -331,7 +331,7 @@ def legend(figure, colors):
     from matplotlib.patches import Patch
 
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def record(watch, recipe, *flags):
