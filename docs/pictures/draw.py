@@ -117,7 +117,7 @@ def draw_promise(figure):
 # ------------------------------------------------------------- pipeline and ddp: [what, begin, end]
 TIMES = {"forward": "#4c78a8", "backward": "#f58518", "all-reduce": "#54a24b"}
 CHUNKS = 16
-PIPELINE = f"{RESNET} --batch-size 512 --chunks {CHUNKS}"
+PIPELINE = f"{RESNET} --batch-size 512 --chunks {CHUNKS} --split layer3.5"
 
 
 def timed(what, function):
@@ -224,7 +224,7 @@ PARTS = {  # as MemTracker and FSDPMemTracker name them
     "gradients": ["Gradient", "Other", "Sharded Grad"],
     "parameters, gathered": ["Unsharded Param", "All Gather"],
     "gradients, not yet sharded": ["Unsharded Grad", "Reduce Scatter"],
-    "activations and their gradients": ["Activation", "Temp", "Inputs", "Buffer"],
+    "activations, temporary tensors": ["Activation", "Temp", "Inputs", "Buffer"],
 }
 
 
@@ -305,12 +305,12 @@ def draw_amp(figure):
     for offset, precision in ((-0.2, "fp32"), (0.2, "bf16")):
         flags = f"{RESNET} --batch-size 128 --precision {precision}"
         for kind, dtype, size in measure(2, "amp", flags, "amp")[0]:
-            if size > 2**20:
+            if size > 2**22:
                 rows += [kind] * (kind not in rows)
                 row = rows.index(kind) + offset
                 drawn = axes.barh(row, size / 2**20, height=0.36, color=DTYPES[dtype])
                 axes.bar_label(drawn, [f"{size / 2**20:.0f} ({precision})"], padding=3)
-    axes.set(yticks=range(len(rows)), yticklabels=rows, xlabel="MiB (kinds above 1 MiB)")
+    axes.set(yticks=range(len(rows)), yticklabels=rows, xlabel="MiB (kinds above 4 MiB)")
     axes.set(xlim=(0, 1.2 * axes.get_xlim()[1]))
     axes.set(title="--precision fp32 and bf16: ResNet-50, ImageNet stem, batch 128 per process")
     axes.invert_yaxis()
