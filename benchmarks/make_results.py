@@ -115,12 +115,14 @@ def record_screen():
     """Return the recipe's own lines, and the progress bar, of a run that Ctrl-C stops and the same
     command continues."""
     shutil.rmtree(ROOT / "runs/screen", ignore_errors=True)
+    os.chdir(ROOT)
+    os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100"}
     program = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
     shown = []
     for awaited in (b"step 30/", b"no such line"):
         output = in_terminal([*program, *SCREEN_COMMAND.split()[1:]], awaited)
-        shown += [f"$ {SCREEN_COMMAND}", *re.findall(r"(?:\^C|ddp_cifar: |step \d+/).*", output)]
-    return "\n".join([*shown, re.findall(r"steps .*", output)[-1]]) + "\n"
+        shown += [f"$ {SCREEN_COMMAND}", *re.findall(r"\^C|(?:ddp_cifar: |step \d+/).*", output)]
+    return "\n".join([*shown, re.findall(r"steps [^\n]*?0:00:00", output)[-1]]) + "\n"
 
 
 def drawn_screen(text):
