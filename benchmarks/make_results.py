@@ -6,13 +6,15 @@ or docs/pictures/.
     python benchmarks/make_results.py --publish runs/bench/cpu-x2.json  # what bench.py has measured
 
 It makes accuracy.md from the summaries in accuracy/ (one row per command), long.svg from the
-metrics of one of those runs, and screen.svg from the last lines of a terminal. On the pages, FILE's
-text stands between `<!-- FILE -->` and `<!-- end -->`.
+metrics of one of those runs, and screen.svg from the lines of a terminal, recorded with the other
+pictures. On the pages, FILE's text stands between `<!-- FILE -->` and `<!-- end -->`.
 """
 
 import argparse
 import io
 import json
+import os
+import pty
 import re
 import shutil
 import subprocess
@@ -25,8 +27,13 @@ from rich.text import Text
 
 RESULTS = ROOT / "benchmarks/results"
 LONG = RESULTS / "accuracy/ten-0.1-0.json"
+LONG_COMMIT = "4546261"  # which added it
 PICTURES = ROOT / "docs/pictures"
 SCREEN = RESULTS / "screen.txt"
+SCREEN_COMMAND = (
+    "accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/ddp_cifar.py "
+    "--data synthetic --stem imagenet --cpu --batch-size 32 --epochs 1 --output-dir runs/screen"
+)
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -76,21 +83,46 @@ def draw_curve(summary, metrics, path):
         epochs = [line["step"] / summary["steps_per_epoch"] for line in chosen]
         percent = [100 * line[name] for line in chosen]
         axes.plot(epochs, percent, label=labels[event], linewidth=1 if event == "train" else 2)
-    title = f"{summary['recipe']}, {summary['model']}, {summary['stem']} stem"
-    axes.set(title=title, xlabel="epoch", ylabel="accuracy in %", ylim=(0, 100))
+    title = (
+        "{recipe}, {precision}, {world_size} processes; {model}, {stem} stem, batch {batch_size} "
+        "per process\n{date}, {device}, published by commit "
+    ).format(**summary)
+    axes.set_title(title + LONG_COMMIT, fontsize="medium")
+    axes.set(xlabel="epoch", ylabel="accuracy in %", ylim=(0, 100))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, metadata={"Date": None})
 
 
-def last_screen(recording, lines=14):
-    """Return the last lines of metrics, and the progress bar below them, of a recorded terminal."""
-    # Before it prints a line, the live display erases its bar.
-    printed = [line.rpartition("\x1b[2K")[2] for line in recording.replace("\r", "").split("\n")]
-    last = max(index for index, line in enumerate(printed) if line.startswith("step "))
-    metrics = [line for line in printed[: last + 1] if line.startswith("step ")]
-    [command] = re.findall(r"^Script started on .*COMMAND=\"(.*?)\"", recording)
-    return "\n".join([f"$ {command}", *metrics[-lines:], printed[last + 1]]) + "\n"
+def in_terminal(command, awaited):
+    """Run a command in a terminal, and press Ctrl-C when it has printed `awaited`, if ever. Return
+    its output."""
+    output = bytearray()
+    pressed = []
+
+    def read(descriptor):
+        data = os.read(descriptor, 4096)
+        output.extend(data)
+        if awaited in output and not pressed:
+            pressed.append(os.write(descriptor, b"\x03"))
+        return data
+
+    pty.spawn(command, read)
+    return output.decode().replace("\r", "")
+
+
+def record_screen():
+    """Return the recipe's own lines, and the progress bar, of a run that Ctrl-C stops and the same
+    command continues."""
+    shutil.rmtree(ROOT / "runs/screen", ignore_errors=True)
+    os.chdir(ROOT)
+    os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100"}
+    program = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    shown = []
+    for awaited in (b"step 30/", b"no such line"):
+        output = in_terminal([*program, *SCREEN_COMMAND.split()[1:]], awaited)
+        shown += [f"$ {SCREEN_COMMAND}", *re.findall(r"\^C|(?:ddp_cifar: |step \d+/).*", output)]
+    return "\n".join([*shown, re.findall(r"steps [^\n]*?0:00:00", output)[-1]]) + "\n"
 
 
 def drawn_screen(text):
@@ -139,8 +171,7 @@ def main():
     add = parser.add_argument
     add("--publish", type=Path, metavar="PATH", help="the .json that bench.py has written")
     add("--memory", action="store_true", help="compute memory.md again")
-    add("--pictures", action="store_true", help="draw docs/pictures again")
-    add("--screen", type=Path, metavar="PATH", help="a terminal, recorded by `script`")
+    add("--pictures", action="store_true", help="draw docs/pictures and screen.svg again")
     args = parser.parse_args()
     problem = publish(args.publish, RESULTS) if args.publish else None
     if problem:
@@ -148,12 +179,11 @@ def main():
     if args.memory:
         sys.argv = sys.argv[:1]
         (RESULTS / "memory.md").write_text(memory_page())
-    if args.screen:
-        SCREEN.write_text(last_screen(args.screen.read_text()))
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
     draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg")
     if args.pictures:
         subprocess.run([sys.executable, PICTURES / "draw.py"], check=True)
+        SCREEN.write_text(record_screen())
     (RESULTS / "screen.svg").write_text(drawn_screen(SCREEN.read_text()))
     for path in PAGES:
         path.write_text(filled(path.read_text()))

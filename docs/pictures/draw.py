@@ -1,42 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of this directory from a training step on CPU: `make results ARGS=--pictures`.
+"""Draw the pictures of this directory from trainings on CPU: `make results ARGS=--pictures`.
 
-Each run is a recipe itself, in which methods of torch and Accelerate are timed or watched. A
-picture shows the last of two steps of a ResNet-50.
+    python docs/pictures/draw.py              # all of them
+    python docs/pictures/draw.py promise amp  # some
 
+Each run is a recipe itself. In most, methods of torch and Accelerate are timed or watched, and the
+picture shows the last step of a ResNet-50. A picture ends with its commands, machine and date.
+
+    promise.svg             one training in every way that promises to be the same
     pipeline.svg, ddp.svg   when two processes compute and communicate
-    sharded.svg             what each of four processes holds in memory
-    amp.svg                 which tensors have 16 bits
+    sharded.svg             what a process holds in memory, beside ddp
+    amp.svg                 which tensors have 16 bits, beside fp32
 """
 
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from accelerate import Accelerator
 from torch import distributed
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FLAGS = "--data synthetic --stem imagenet --cpu --batch-size 32 --max-steps 2 --log-every 1"
+RESNET = "--data synthetic --stem imagenet --cpu --max-steps 3"
 found = []  # in this process
+commands = []  # of a picture
+
+
+# ------------------------------------------------------- promise: one training in many ways, killed
+SAME = "--data synthetic --model simple_cnn --cpu --lr 0.02 --epochs 4 --log-every 1"
+WAYS = {  # processes, recipe, flags
+    "ddp on 1 process": (1, "ddp", "--global-batch-size 128"),
+    "ddp on 2": (2, "ddp", "--global-batch-size 128"),
+    "ddp on 4": (4, "ddp", "--global-batch-size 128"),
+    "sharded on 2": (2, "sharded", "--global-batch-size 128"),
+    "pipeline on 2": (2, "pipeline", "--global-batch-size 128"),
+    "data_parallel": (1, "data_parallel", "--batch-size 128"),
+    "ddp on 2, killed three times": (2, "ddp", "--global-batch-size 128 --checkpoint-every 10"),
+}
+KILLS = ["kill 47", "kill 40 in_save", "kill 63"]  # steps of each attempt, from a checkpoint's
+BIT_FOR_BIT = {"ddp on 2, killed three times": "ddp on 2", "data_parallel": "ddp on 1 process"}
+LIMIT = 1e-4
+
+
+def watch_kill(steps, in_save=None):
+    """SIGKILL this process after so many steps or, on the main process, in the save after them."""
+    taken = []
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def count(*_):
+        taken.append(1)
+        if len(taken) == int(steps):
+            os.fsync = die
+            in_save or die()
+
+    register_optimizer_step_post_hook(count)
+
+
+def losses(directory):
+    lines = map(json.loads, Path(directory, "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+
+
+def draw_promise(figure):
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    runs = {}
+    for index, (name, (processes, recipe, flags)) in enumerate(WAYS.items()):
+        with tempfile.TemporaryDirectory() as directory:
+            for kill in KILLS if "killed" in name else ():
+                launch(processes, recipe, f"{SAME} {flags}", directory, kill)
+                *_, last = losses(directory).items()
+                above.plot(*last, "kX", markersize=9, zorder=9, label="SIGKILL")
+            launch(processes, recipe, f"{SAME} {flags}", directory)
+            runs[name] = losses(directory)
+        # Each on top of the ones before, and thinner, so that all are seen.
+        width = 2 * (len(WAYS) - index) - 1
+        above.plot(*zip(*runs[name].items(), strict=True), label=name, linewidth=width)
+    first = runs["ddp on 1 process"]
+    largest = [max(abs(run[step] - first[step]) for run in runs.values()) for step in first]
+    below.plot([*first], largest, color="black")
+    below.axhline(LIMIT, color="black", linestyle="--")
+    for name, other in BIT_FOR_BIT.items():
+        if runs[name] != runs[other]:
+            sys.exit(f"draw: {name} is not bit for bit {other}")
+    if max(largest) >= LIMIT or min(map(len, runs.values())) < len(first):
+        sys.exit(f"draw: the runs differ by {max(largest)}")
+    lines = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
+    above.legend([lines[name] for name in (*WAYS, "SIGKILL")], [*WAYS, "SIGKILL"])
+    above.set(ylabel="loss of each step")
+    above.set_title("simple_cnn, synthetic images, global batch 128: one training in seven ways")
+    text = "\n".join(f"0, bit for bit: {x} from {other}" for x, other in BIT_FOR_BIT.items())
+    below.text(0.99, 0.05, text, transform=below.transAxes, ha="right", fontsize=8)
+    below.set(xlabel="step", yscale="log", ylabel="largest difference\nfrom ddp on 1")
 
 
 # ------------------------------------------------------------- pipeline and ddp: [what, begin, end]
 TIMES = {"forward": "#4c78a8", "backward": "#f58518", "all-reduce": "#54a24b"}
+CHUNKS = 16
+PIPELINE = f"{RESNET} --batch-size 512 --chunks {CHUNKS} --split layer3.5"
 
 
 def timed(what, function):
@@ -79,63 +160,116 @@ def watch_ddp():
     Accelerator.backward = timed("backward", Accelerator.backward)
 
 
-def draw_times(axes, command):
-    """Draw a bar for each event of the last step: one row per process, all-reduces below it."""
-    traces = measure(command, processes=2)
-    forwards = 8 if command.startswith("pipeline") else 1  # per step
+def last_step(traces, forwards):
+    """Return each rank's events in its last step, in which there are so many forward passes, by
+    their begin, in seconds since the first one."""
     begins = [[event for event in trace if event[0] == "forward"][-forwards][1] for trace in traces]
-    colors = {}
-    for rank, (trace, begin) in enumerate(zip(traces, begins, strict=True)):
-        for what, start, end in trace:
-            if start >= begin:
-                row = rank + 0.45 * (what == "all-reduce")
-                colors[what] = TIMES[what]
-                box = {"height": 0.4, "color": colors[what], "edgecolor": "white"}
-                axes.barh(row, end - start, left=start - min(begins), **box)
-    axes.set(yticks=(0, 1), yticklabels=("rank 0", "rank 1"), xlabel="seconds")
-    return colors
+    return [
+        sorted(
+            (start - min(begins), end - min(begins), what)
+            for what, start, end in trace
+            if start >= begin
+        )
+        for trace, begin in zip(traces, begins, strict=True)
+    ]
 
 
-# ------------------------------------------------------- sharded: bytes at rest, bytes at the peak
-PARTS = {  # as FSDPMemTracker names them
-    "parameters, sharded": ["Sharded Param"],
-    "optimizer state, sharded": ["OptState"],
-    "gradients, sharded": ["Sharded Grad"],
+def bar(axes, row, start, end, what):
+    box = {"height": 0.8, "color": TIMES[what], "edgecolor": "white", "linewidth": 0.5}
+    axes.barh(row, end - start, left=start, **box)
+
+
+def draw_pipeline(figure):
+    for axes, schedule in zip(figure.subplots(2), ("gpipe", "1f1b"), strict=True):
+        traces = measure(2, "pipeline", f"{PIPELINE} --schedule {schedule}", "pipeline")
+        ranks = last_step(traces, CHUNKS)
+        total = max(end for events in ranks for _, end, _ in events)
+        for rank, events in enumerate(ranks):
+            for event in events:
+                bar(axes, f"stage {rank + 1}", *event)
+            idle = 1 - sum(end - start for start, end, _ in events) / total
+            axes.text(1.01 * total, rank, f"{idle:.0%} idle", va="center")
+        axes.set(xlabel="seconds", xlim=(0, 1.12 * total), title=f"--schedule {schedule}")
+        axes.invert_yaxis()
+    formula = f"M = {CHUNKS} chunks, two equal stages: 1 / (M + 1) = {1 / (CHUNKS + 1):.0%} idle"
+    figure.suptitle(f"ResNet-50, ImageNet stem, batch 512; {formula}")
+    legend(figure, {name: TIMES[name] for name in ("forward", "backward")})
+
+
+def draw_ddp(figure):
+    axes = figure.subplots()
+    for rank, events in enumerate(
+        last_step(measure(2, "ddp", f"{RESNET} --batch-size 32", "ddp"), 1)
+    ):
+        buckets = 0
+        for start, end, what in events:
+            buckets += what == "all-reduce"
+            row = f"rank {rank}, bucket {buckets}" if what == "all-reduce" else f"rank {rank}"
+            bar(axes, row, start, end, what)
+    axes.set(xlabel="seconds", title="ResNet-50, ImageNet stem, batch 32 per process")
+    axes.invert_yaxis()
+    legend(
+        figure,
+        {
+            "all-reduce (includes waiting)" if x == "all-reduce" else x: color
+            for x, color in TIMES.items()
+        },
+    )
+
+
+# --------------------------------------------------------- sharded: bytes at the peak, by their use
+PARTS = {  # as MemTracker and FSDPMemTracker name them
+    "parameters": ["Parameter", "Sharded Param"],
+    "optimizer state": ["Optstate", "OptState"],
+    "gradients": ["Gradient", "Other", "Sharded Grad"],
     "parameters, gathered": ["Unsharded Param", "All Gather"],
     "gradients, not yet sharded": ["Unsharded Grad", "Reduce Scatter"],
-    "activations and their gradients": ["Activation", "Temp", "Inputs", "Buffer"],
+    "activations, temporary tensors": ["Activation", "Temp", "Inputs", "Buffer"],
 }
 
 
-def watch_sharded():
+def watch_memory():
     accumulate = Accelerator.accumulate
+    buckets = []  # DDP's, of the newest step
+
+    def keep(group, bucket):
+        buckets.append(bucket.buffer())
+        return allreduce_hook(group, bucket)
 
     @contextmanager
     def counted(accelerator, model):
-        tracker = FSDPMemTracker(model, accelerator._optimizers[0].optimizer)
+        optimizer = accelerator._optimizers[0].optimizer
+        if isinstance(model, DistributedDataParallel):
+            if not hasattr(model, "hooked"):
+                model.hooked = model.register_comm_hook(distributed.group.WORLD, keep)
+            tracker = MemTracker()
+            tracker.track_external(model, optimizer, *buckets)
+        else:
+            tracker = FSDPMemTracker(model, optimizer)
+        buckets.clear()
         with accumulate(accelerator, model), tracker:
-            at_rest = tracker.get_tracker_snapshot()
             yield
-        found.clear()
-        for snapshot in (at_rest, tracker.get_tracker_snapshot("peak")):
-            [sizes] = snapshot.values()  # of the only device
-            sizes = {getattr(key, "value", key): size for key, size in sizes.items()}
-            found.append([sum(sizes[key] for key in keys) for keys in PARTS.values()])
+        [sizes] = tracker.get_tracker_snapshot("peak").values()  # of the only device
+        sizes = {getattr(key, "value", key): size for key, size in sizes.items()}
+        found[:] = [sum(sizes.get(key, 0) for key in keys) for keys in PARTS.values()]
 
     Accelerator.accumulate = counted
 
 
-def draw_sharded(axes, command):
-    ranks = measure(command, processes=4)
-    for rank, snapshots in enumerate(ranks):
-        for when, sizes in zip(("at rest", "peak"), snapshots, strict=True):
-            for index, size in enumerate(sizes):
-                left = sum(sizes[:index]) / 2**20
-                axes.barh(f"rank {rank}, {when}", size / 2**20, left=left, color=f"C{index}")
-    whole = 3 * sum(at_rest[0] for at_rest, _ in ranks) / 2**20
-    axes.axvline(whole, color="black", linestyle="--")
-    axes.set(xlabel="MiB (dashed: parameters, gradients and optimizer state, unsharded)")
-    return {name: f"C{index}" for index, name in enumerate(PARTS)}
+def draw_sharded(figure):
+    axes = figure.subplots()
+    for recipe in ("ddp", "sharded"):
+        left = 0
+        for index, size in enumerate(measure(4, recipe, f"{RESNET} --batch-size 8", "memory")[0]):
+            axes.barh(recipe, size / 2**20, left=left, color=f"C{index}")
+            left += size / 2**20
+        axes.text(left, recipe, f" {left:.0f} MiB", va="center")
+    axes.set(
+        xlabel="MiB of rank 0", title="At the peak: ResNet-50, ImageNet stem, batch 8 per process"
+    )
+    axes.set(xlim=(0, 1.15 * axes.get_xlim()[1]))
+    axes.invert_yaxis()
+    legend(figure, {name: f"C{index}" for index, name in enumerate(PARTS)})
 
 
 # ----------------------------------------------------------------------- amp: [kind, dtype, bytes]
@@ -165,57 +299,89 @@ def watch_amp():
     Accelerator.accumulate = counted
 
 
-def draw_amp(axes, command):
-    for kind, dtype, size in measure(command, processes=2)[0]:
-        bar = axes.barh(kind, size / 2**20, color=DTYPES[dtype])
-        axes.bar_label(bar, [f"{size / 2**20:.2g}"], padding=3)
-    axes.set(xlabel="MiB", xlim=(0, 110))
-    return DTYPES
+def draw_amp(figure):
+    axes = figure.subplots()
+    rows = []
+    for offset, precision in ((-0.2, "fp32"), (0.2, "bf16")):
+        flags = f"{RESNET} --batch-size 128 --precision {precision}"
+        for kind, dtype, size in measure(2, "amp", flags, "amp")[0]:
+            if size > 2**22:
+                rows += [kind] * (kind not in rows)
+                row = rows.index(kind) + offset
+                drawn = axes.barh(row, size / 2**20, height=0.36, color=DTYPES[dtype])
+                axes.bar_label(drawn, [f"{size / 2**20:.0f} ({precision})"], padding=3)
+    axes.set(yticks=range(len(rows)), yticklabels=rows, xlabel="MiB (kinds above 4 MiB)")
+    axes.set(xlim=(0, 1.2 * axes.get_xlim()[1]))
+    axes.set(title="--precision fp32 and bf16: ResNet-50, ImageNet stem, batch 128 per process")
+    axes.invert_yaxis()
+    legend(figure, {name.removeprefix("torch."): color for name, color in DTYPES.items()})
 
 
 # --------------------------------------------------------------------------------------------- main
 PICTURES = {
-    "pipeline": (draw_times, ["pipeline --schedule gpipe", "pipeline --schedule 1f1b"]),
-    "ddp": (draw_times, ["ddp"]),
-    "sharded": (draw_sharded, ["sharded"]),
-    "amp": (draw_amp, ["amp --precision bf16"]),
+    "promise": (draw_promise, (8, 5.5)),
+    "pipeline": (draw_pipeline, (8, 4)),
+    "ddp": (draw_ddp, (8, 4)),
+    "sharded": (draw_sharded, (8, 2.6)),
+    "amp": (draw_amp, (8, 4)),
 }
 
 
-def record(directory, name, *flags):
+def legend(figure, colors):
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def record(watch, recipe, *flags):
     """Run a recipe, in each process of the launcher, and write what was found."""
-    globals()[f"watch_{name}"]()
-    sys.argv[1:] = [*flags, "--output-dir", directory]
-    runpy.run_path(str(ROOT / f"recipes/{name}_cifar.py"), run_name="__main__")
-    Path(directory, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    name, *arguments = watch.split()
+    globals()[f"watch_{name}"](*arguments)
+    sys.argv[1:] = flags
+    runpy.run_path(recipe, run_name="__main__")
+    Path(flags[-1], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def measure(command, processes):
+def launch(processes, recipe, flags, directory, watch=None):
+    """Run a recipe, watched or killed if told so; note the command without that."""
+    config, recipe = f"accelerate_configs/{processes}gpu.yaml", f"recipes/{recipe}_cifar.py"
+    command = f"accelerate launch --config_file {config} {recipe} {flags}"
+    commands.extend([command] * (command not in commands))
+    line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    line += ["--config_file", config, *([__file__, "record", watch] if watch else []), recipe]
+    line += [*flags.split(), "--output-dir", directory]
+    kills = bool(watch) and watch.startswith("kill")
+    if (subprocess.run(line, cwd=ROOT).returncode != 0) != kills:
+        sys.exit(f"draw: it should have been killed: {kills}: {command}")
+
+
+def measure(processes, recipe, flags, watch):
     """Run a recipe; return what was found in each process."""
     with tempfile.TemporaryDirectory() as directory:
-        line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        line += ["--config_file", ROOT / f"accelerate_configs/{processes}gpu.yaml", __file__]
-        subprocess.run([*line, directory, *command.split(), *FLAGS.split()], check=True)
+        launch(processes, recipe, flags, directory, watch)
         paths = [Path(directory, f"{rank}.json") for rank in range(processes)]
         return [json.loads(path.read_text()) for path in paths]
 
 
-def main():
+def main(*names):
     from matplotlib import pyplot
 
+    sys.path.append(str(ROOT / "benchmarks"))
+    from bench import commit, hardware
+
     pyplot.style.use(HERE / "svg.mplstyle")
-    for name, (draw, commands) in PICTURES.items():
-        size = (8, 2.5 * len(commands))
-        figure, plots = pyplot.subplots(len(commands), figsize=size, squeeze=False)
-        for axes, command in zip(plots[:, 0], commands, strict=True):
-            colors = draw(axes, command)
-            axes.set_title(command)
-            axes.invert_yaxis()
-            handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-            axes.legend(handles, colors, loc="center left", bbox_to_anchor=(1, 0.5))
-        figure.tight_layout()
-        figure.savefig(HERE / f"{name}.svg", metadata={"Date": None})
+    for name in names or PICTURES:
+        commands.clear()
+        draw, size = PICTURES[name]
+        figure = pyplot.figure(figsize=size, layout="constrained")
+        draw(figure)
+        where = f"{hardware()}; torch {torch.__version__}; {date.today()}; commit {commit()}"
+        note = {"va": "top", "fontsize": 6, "family": "monospace"}
+        wrapped = [fill(x, 115, subsequent_indent="    ") for x in [*commands, where]]
+        figure.text(0.01, 0, "\n".join(wrapped), **note)
+        figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
 if __name__ == "__main__":
-    record(*sys.argv[1:]) if sys.argv[1:] else main()
+    record(*sys.argv[2:]) if sys.argv[1:2] == ["record"] else main(*sys.argv[1:])
