@@ -58,6 +58,7 @@ def compute_loss(model, batch):
 IMBALANCED = """
 class Augmented(torch.utils.data.TensorDataset):
     def __getitem__(self, index):
+        DRAW
         inputs, label = super().__getitem__(index)
         return inputs + torch.rand(()) * numpy.random.rand(), label
 
@@ -67,7 +68,7 @@ def load_data(args, accelerator):
     inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3)) + labels[:, None]
     test_set = torch.utils.data.TensorDataset(inputs, labels)
     train_set = Augmented(inputs, labels)
-    WRAPPED
+    WEIGHTS
     workers = {"num_workers": 2, "persistent_workers": True}
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **workers)
     return train_loader, DataLoader(test_set, args.batch_size)
@@ -84,13 +85,11 @@ def compute_loss(model, batch):
     loss = LOSS
     return {"loss": loss, "rare": labels == 1, "sum": inputs.sum(1)}
 """
-IMBALANCED = IMBALANCED.replace(
-    "WRAPPED", "train_set = " + said("Balanced(train_set, labels, args.seed)")
-)
-IMBALANCED = IMBALANCED.replace(
-    "LOSS",
-    said('F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")'),
-)
+DRAW = "[index] = random.choices(range(len(self)), cum_weights=self.weights)"
+WEIGHTS = "self.weights = (1 / labels.bincount()[labels]).cumsum(0).tolist()"
+WEIGHTED = 'F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")'
+IMBALANCED = IMBALANCED.replace("DRAW", said(DRAW)).replace("LOSS", said(WEIGHTED))
+IMBALANCED = IMBALANCED.replace("WEIGHTS", said(WEIGHTS).replace("self", "train_set"))
 SCHEDULE = "schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
 COSINE = (
     SCHEDULE,
@@ -128,7 +127,7 @@ def stop_at(step, stop):
 """
 COPIES = {  # how it is changed, what is added, flags, in which step SIGTERM comes
     "early": ([change("Early stopping")], NOISY_LINE, ["--epochs", 20, "--lr", 0.5], 10),
-    "balanced": ([COSINE], blocks("Balanced classes", "python")[0] + IMBALANCED, [], 15),
+    "balanced": ([COSINE], IMBALANCED, [], 15),
     "rows": (ROWS, NOISY_LINE, ["--epochs", 4], 4),
 }
 
