@@ -112,8 +112,8 @@ ROWS = [
     ("SGD(model.parameters(), lr=peak", f"SGD({GROUPS}"),
     (SCHEDULE, LATE),
     (STATES, STATES + SECOND),
-    ("step_key, clip_norm):", "step_key, clip_norm, second):"),
-    ("(args.seed, step), clip_norm\n", "(args.seed, step), clip_norm, second\n"),
+    ("args, step, measure_norm):", "args, step, measure_norm, second):"),
+    ("args, step, line_due\n", "args, step, line_due, second\n"),
     ("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n"),
     ("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    second.zero_grad()\n"),
 ]
@@ -125,10 +125,126 @@ def stop_at(step, stop):
         while not stop.received:
             time.sleep(0.01)
 """
-COPIES = {  # how it is changed, what is added, flags, in which step SIGTERM comes
-    "early": ([change("Early stopping")], NOISY_LINE, ["--epochs", 20, "--lr", 0.5], 10),
-    "balanced": ([COSINE], IMBALANCED, [], 15),
-    "rows": (ROWS, NOISY_LINE, ["--epochs", 4], 4),
+(MODEL,) = blocks("A language model", "python")
+TEXT = ["--text", "text.txt", "--length", 128, "--lr", 3e-3]
+# Pairs of noisy views, of which each is to find its partner in the batch.
+PAIRS = """
+import datasets
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+def load_dataset(first, last, **options):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(last, 6, generator=generator)[first:].tolist()
+    path = f"{first}-{os.getpid()}.jsonl"
+    Path(path).write_text("".join(json.dumps({"values": row}) + chr(10) for row in rows))
+    return datasets.load_dataset("json", data_files=path, split="train", cache_dir="c", **options)
+
+
+def load_data(args, accelerator):
+    train_set = load_dataset(0, 24, streaming=STREAMING)WITH_FORMAT
+    test_set = load_dataset(24, 45)WITH_FORMAT
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=not STREAMING, drop_last=True)
+    return train_loader, DataLoader(test_set, args.batch_size)
+
+
+def build_model(args):
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def compute_loss(model, batch):
+    inputs = batch["values"]
+    noisy = inputs + 0.1 * NOISE if model.training else inputs.flip(1)
+    first, second = model(torch.cat((inputs, noisy))).chunk(2)
+    partners = torch.arange(len(inputs))
+    losses = F.cross_entropy(first @ second.T, partners, reduction="none")
+    return {"loss": losses, "alone": F.mse_loss(first, second, reduction="none").sum(1)}
+"""
+PAIRS = PAIRS.replace("WITH_FORMAT", said('load_dataset(...).with_format("torch")')[17:])
+PAIRS = PAIRS.replace("NOISE", said("torch.randn_like(inputs)"))
+EMA = said("ema = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)")
+EMA = EMA.replace("0.999", "0.9")
+STEP = """            values, grad_norm = train_step(
+                accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
+            )
+"""
+TRACED = f"""            {said('trace = utils.ProfileKwargs(output_trace_dir=f"trace/{step}")')}
+            {said("with accelerator.profile(trace) if step in (20, 21) else suppress():")}
+{STEP.replace("    ", "        ", 3)}            {said("ema.update_parameters(plain)")}
+"""
+ANNOTATED = [
+    (STATES, f'    {EMA}\n{STATES}    states["ema"] = ema\n'),
+    (STEP, TRACED.replace("(20, 21)", "(3, 4)")),
+    ("evaluate(accelerator, model, test", said("evaluate(accelerator, ema, ") + "test"),
+    ("accelerator, plain.state_dict()", "accelerator, " + said("ema.module.state_dict()")),
+]
+GAN = """
+from safetensors.torch import save_file
+
+
+def load_data(args, accelerator):
+    whole = 3 + torch.randn(45, 2, generator=torch.Generator().manual_seed(3))
+    train_loader = DataLoader(whole[:24], args.batch_size, shuffle=True, drop_last=True)
+    return train_loader, DataLoader(whole[24:], args.batch_size)
+
+
+class Game(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, inputs, part):
+        made = self.generator(torch.randn(len(inputs), 4))
+        if part == "generator":
+            return F.softplus(-self.critic(made)).squeeze(1)
+        judged = F.softplus(-self.critic(inputs)) + F.softplus(self.critic(made.detach()))
+        return judged.squeeze(1)
+
+
+def build_model(args):
+    return Game()
+
+
+def compute_loss(model, batch, part="critic"):
+    return {"loss": model(batch, part)}
+
+
+def make_optimizer(model, args, total_steps):
+    optimizer = torch.optim.Adam(model.critic.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def check(model):
+    for name, parameter in model.named_parameters():
+        rounded = parameter.grad.bfloat16().float()
+        assert torch.equal(parameter.grad, rounded), f"{name}: not from an all-reduce in bf16"
+"""
+PASS = """    optimizer.step()
+    for index, batch in enumerate(microbatches):
+        number = index * accelerator.num_processes + accelerator.process_index
+        seed_rng(args.seed, step, number, "generator")
+        with accelerator.accumulate(model):
+            accelerator.backward(compute_loss(model, batch, "generator")["loss"].mean())
+    check(model)
+    second.step()
+    second.zero_grad()
+"""
+HOOK = said("comm_hook=utils.DDPCommunicationHookType.BF16")
+GAME = [
+    ("gradient_as_bucket_view=True", f"find_unused_parameters=True, {HOOK}"),
+    (STATES, STATES + SECOND.replace("[plain[0].bias]", "plain.generator.parameters()")),
+    *ROWS[5:7],
+    ("    optimizer.step()\n", PASS),
+]
+COPIES = {  # of which recipe, how it is changed, what is added, flags, in which step SIGTERM comes
+    "early": ("ddp", [change("Early stopping")], NOISY_LINE, ["--epochs", 20, "--lr", 0.5], 10),
+    "balanced": ("ddp", [COSINE], IMBALANCED, [], 15),
+    "rows": ("ddp", ROWS, NOISY_LINE, ["--epochs", 4], 4),
+    "language model": ("ddp", [], MODEL, TEXT, 4),
+    "language model, sharded": ("sharded", [], MODEL, TEXT, 4),
+    "pairs": ("ddp", ANNOTATED, PAIRS.replace("STREAMING", "False"), ["--epochs", 3], 4),
+    "GAN": ("ddp", GAME, GAN, [], 4),
 }
 
 
@@ -140,9 +256,11 @@ def adapted(tmp_path_factory, request):
     items = [item for item in request.session.items if item.path == request.path]
     for what in {item.callspec.params.get("what") for item in items if hasattr(item, "callspec")}:
         directory = tmp_path_factory.mktemp(what)
-        lines, project, flags, stop_at = COPIES[what]
+        recipe, lines, project, flags, stop_at = COPIES[what]
         lines = [*lines, (ADDED, f"{ADDED}, stop_at(step, stop)")]
-        script = copy("ddp_cifar", directory / "mine.py", *lines, project="\n\n" + project + STOP)
+        path = directory / "mine.py"
+        script = copy(f"{recipe}_cifar", path, *lines, project="\n\n" + project + STOP)
+        (directory / "text.txt").write_text(PAGE[:8000])
         flags = [
             "--cpu",
             "--epochs",
@@ -174,7 +292,7 @@ def test_stopped_in_mid_training_and_continued_a_copy_is_the_uninterrupted_run(a
     directory, _ = adapted[what]
     whole, stopped = (outputs(directory / name) for name in ("whole", "stopped"))
     begin = stopped["summary"]["resumed_from"]
-    assert begin == COPIES[what][3] + 1 and begin % whole["summary"]["steps_per_epoch"]
+    assert begin == COPIES[what][4] + 1 and begin % whole["summary"]["steps_per_epoch"]
     texts = [(directory / name / "metrics.jsonl").read_text() for name in ("whole", "stopped")]
     assert untimed(texts[0]) == untimed(texts[1])
     assert whole["weights"].read_bytes() == stopped["weights"].read_bytes()
