@@ -9,9 +9,9 @@ pipeline) passes through the stages in M chunks, so that both have work. The pip
 drains in 1 / (M + 1) of the time: the bubble. BatchNorm normalises each chunk, and the gradients
 are those of the whole model, accumulated over the chunks. The same command again continues a run.
 
-To make this file yours, replace `load_data`, `build_model`, `model_blocks`, `compute_loss` and
-`add_flags`. A batch must be two tensors, of the same shapes in all batches. The end of the file
-cuts the model and runs the stages.
+To make this file yours, replace `add_flags`, `load_data`, `build_model`, `model_blocks`,
+`compute_loss` and `make_optimizer`. A batch must be two tensors, of the same shapes in all batches.
+The end of the file cuts the model and runs the stages.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -54,7 +55,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat. Replace this."""
     add = parser.add_argument
     add("--data", choices=("cifar10", "synthetic"), default="cifar10", help="default: cifar10")
-    add("--data-dir", default="data", help="of CIFAR-10, downloaded if missing (default: data)")
+    add("--data-dir", default="data", help="CIFAR-10 directory (downloaded if missing)")
     add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="default: resnet50")
     add("--stem", choices=("cifar", "imagenet"), default="cifar", help="cifar (default): 3x3")
 
@@ -64,7 +65,8 @@ def load_data(args, accelerator):
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among
     the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`. To download, see `cifar10`.
+    `SeededSamples`. Where it returns CPU tensors, pin_memory=torch.cuda.is_available() lets the
+    copies to the GPU overlap the computation. To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -130,17 +132,20 @@ def lr_lambda(step, total_steps):
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key, clip_norm):
-    """Take one optimizer step over a list of batches. Return their metrics, and the gradient's norm
-    before clipping to `clip_norm` (inf: only measured; None: neither), all still on the device."""
+def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
+    """Take one optimizer step over a list of batches. Return their metrics and, if it is measured
+    or clipped, the gradient's norm before clipping, else None: all still on the device."""
     metrics = []
     for index, batch in enumerate(microbatches):
-        seed_rng(*step_key, index, accelerator.process_index)  # a resumed run repeats dropout
+        # In the whole step: any number of pipelines draws the same dropout, and so does a resumed
+        # run. The two stages draw other numbers: one process would draw both in a row.
+        number = index * model.replicas.size() + model.replicas.rank()
+        seed_rng(args.seed, step, number, model.group.rank())
         metrics.append(run_pipeline(model, batch))  # forward and backward, chunk by chunk
     divide_by_mean_weight(accelerator, model, metrics)
     grad_norm = None
-    if clip_norm is not None:
-        grad_norm = clip_both_stages(accelerator, model, clip_norm)
+    if args.clip_norm or measure_norm:  # to clip to infinity only measures
+        grad_norm = clip_both_stages(accelerator, model, args.clip_norm or math.inf)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -149,19 +154,20 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key,
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader, hang, stop):
-    """Return {"test_loss": mean, ...} over the test set, or {} if a signal stops the run."""
+    """Return {"test_loss": mean, ...} over the test set, or None if a signal stops the run."""
     set_epoch(loader, 0)  # the same random transforms in each evaluation
     modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
     model.eval()
     send_buffers(model, model.buffers())  # all use the first pipeline's BatchNorm statistics
     sums = 0
     for index, batch in enumerate(loader):
-        seed_rng("evaluation", index, accelerator.process_index)
+        number = index * model.replicas.size() + model.replicas.rank()
+        seed_rng("evaluation", number, model.group.rank())
         rows = sample_rows(run_pipeline(model, batch))
         sums += rows[: samples_left(model, loader, index)].sum(0)  # drops the padding
         hang.made_progress()
-        if stop.requested():
-            return {}
+        if stop.vote():
+            return None
     for module, mode in modes.items():
         module.training = mode
     values = means(model.metric_names, accelerator.reduce(sums), len(loader.dataset))
@@ -192,13 +198,12 @@ def main():
     config = describe(args, accelerator, steps, optimizer, **describe_stages(args, plain))
     checkpoints = PipelineCheckpoints(accelerator, config, states)
     checkpoint = checkpoints.find()
+    set_up_stages(model, next(iter(train_loader)))
     if checkpoint:
-        # DDP changes the order of its sums after a first backward pass: round as the first run did.
-        run_pipeline(model, next(iter(train_loader)))
-        model.zero_grad()
         checkpoints.load_states(checkpoint["states"])
         steps.done = checkpoint["step"]
     metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
+    del checkpoint  # its file is mapped: deleted by a later save, it would still take disk space
     stop = StopSignal(accelerator)
     hang = HangDetector(accelerator, args.hang_timeout)
 
@@ -208,23 +213,22 @@ def main():
             learning_rate = scheduler.get_last_lr()[0]
             save_due = checkpoints.due(step)
             line_due = save_due or step % args.log_every == 0
-            clip_norm = args.clip_norm or (math.inf if line_due else None)
             values, grad_norm = train_step(
-                accelerator, model, optimizer, scheduler, microbatches, (args.seed, step), clip_norm
+                accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
             )
             metrics.add(step, values)
             hang.made_progress()
-            stop_signal = stop.requested()  # the same on all ranks
-            if line_due or stop_signal:
-                # Exits if the loss or the weights are not finite, so that they are not saved.
+            stopping = stop.vote()  # a signal, the same on all ranks, or 0
+            if line_due or stopping:
                 weight_norm = nn.utils.get_total_norm(model.parameters())
+                # A run whose loss or weights are not finite ends here, before it saves them.
                 metrics.log(weight_norm, learning_rate, grad_norm)
-            if save_due or stop_signal:
+            if save_due or stopping:
                 checkpoints.save(step, metrics.text)
                 metrics.start_clock()
-            exit_if_stopped(accelerator, stop, step)
+            exit_if_stopped(accelerator, stopping, step)
         test = evaluate(accelerator, model, test_loader, hang, stop)
-        exit_if_stopped(accelerator, stop, metrics.step)
+        exit_if_stopped(accelerator, stop.vote(), metrics.step)
         metrics.write("evaluation", test)
 
     hang.closed.set()
@@ -240,6 +244,9 @@ def main():
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
+NAME = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
+UNFINISHED = "unfinished.tmp"  # a file's name while it is written
 TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a stall
 
 
@@ -275,7 +282,7 @@ def sample_rows(metrics):
 def means(names, sums, samples):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`, (M + 2,).
     Exit with an error unless they are the sums of so many samples."""
-    *totals, weight, counted = utils.send_to_device(sums, "cpu").tolist()
+    *totals, weight, counted = sums.tolist()
     if counted != samples:
         exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
     names = [name for name in names if name != "weight"]
@@ -329,14 +336,14 @@ class Metrics:
         Exit if loss or weights are not finite: a gradient alone may be, where fp16 skips steps."""
         memory = torch.cuda.max_memory_allocated()  # 0 on CPU
         memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums)
+        own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums, non_blocking=True)
         row = torch.cat([self.sums, weight_norm.to(self.sums)[None], own])
-        by_rank = utils.send_to_device(self.accelerator.gather(row[None]), "cpu")
+        by_rank = self.accelerator.gather(row[None]).cpu()
         seconds = time.perf_counter() - self.clock
-        weight_norms, waited, memory = by_rank[:, -3:].T
+        *sums, weight_norm, waited, memory = by_rank.T
         samples = (self.step - self.last_line) * self.config["global_batch_size"]
-        values = means(self.names, by_rank[:, :-3].sum(0), samples)
-        if not math.isfinite(values["loss"] + weight_norms.sum()):
+        values = means(self.names, torch.stack(sums).sum(1), samples)
+        if not math.isfinite(values["loss"] + weight_norm.sum()):
             what = f"loss or weights are not finite at step {self.step}, which is not saved"
             exit_with_error(f"{what}: lower --lr, or set --clip-norm 1")
         values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
@@ -371,9 +378,9 @@ class Metrics:
         results = {"resumed_from": self.steps.done, **self.newest}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
-        if self.accelerator.is_main_process:
-            path = Path(self.config["output_dir"], "summary.json")
-            path.write_text(json.dumps({**self.config, **results}, indent=2) + "\n")
+        text = json.dumps({**self.config, **results}, indent=2) + "\n"
+        summary = Path(self.config["output_dir"], "summary.json")
+        replace_file(self.accelerator, summary, lambda path: path.write_text(text))
 
 
 # -------------------------------------------------------------------------------- reproducible data
@@ -416,9 +423,10 @@ class Steps:
         """Yield (step, its microbatches) for what is left of an epoch."""
         before = epoch * self.per_epoch
         done = max(before, self.done)
-        set_epoch(self.loader, epoch)
         skipped = (done - before) * self.accumulation
-        batches = iter(skip_first_batches(self.loader, skipped) if skipped else self.loader)
+        loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
+        set_epoch(loader, epoch)  # of the one that is read: before Accelerate 1.15 it has its own
+        batches = iter(loader)
         for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
             began = time.perf_counter()
             microbatches = list(islice(batches, self.accumulation))
@@ -484,6 +492,8 @@ def reproducible(loaders, seed):
             # DataLoader forbids an assignment, since a sampler may belong to the dataset.
             object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
         without_subset(loader.dataset).set_epoch(0)
+    samples = [len(loader.dataset) for loader in loaders]
+    exit_if_ranks_differ({"samples for training and test": samples}, "use the same data everywhere")
     return loaders
 
 
@@ -504,8 +514,6 @@ class Checkpoints:
         self.config = config
         self.states = states
         self.directory = Path(config["output_dir"])
-        self.temporary = self.directory / "checkpoint.tmp"
-        self.names = os.open(self.directory, os.O_RDONLY)  # to sync a rename to the disk
 
     def collect_states(self):
         """Return the states that the main process writes."""
@@ -516,37 +524,45 @@ class Checkpoints:
             thing.load_state_dict(saved[name])
 
     def read(self, path):
-        """Return a checkpoint, mapped on the CPU. Raise an error of any type if it is damaged."""
+        """Return a checkpoint on the CPU. Raise an error of any type if it is damaged."""
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
-        return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+        # Mapped, not copied. An optimizer on the CPU would keep tensors of a mapped file.
+        mapped = self.accelerator.device.type != "cpu"
+        return torch.load(path, "cpu", weights_only=True, mmap=mapped)  # runs no code
 
     def write(self, content, path):
         """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
-        if self.accelerator.is_main_process:
-            with open(self.temporary, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            # No run could resume from one that cannot be read.
-            torch.load(self.temporary, "cpu", weights_only=True, mmap=True)
-            os.replace(self.temporary, path)
+
+        def write_and_read(temporary):
+            torch.save(content, temporary)
+            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # types that can be read
+
+        replace_file(self.accelerator, path, write_and_read)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return the newest intact checkpoint of this run, or None if there is none. All ranks call
-        this. Exit with an error if none is intact, or if it is of a run with other flags."""
+        """Return the newest intact checkpoint of this run, the same one on all ranks, or None if
+        there is none. Exit with an error if none is intact, if ranks cannot read the same, or if it
+        is of a run with other flags."""
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        if len(set(utils.gather_object([str([path.name for path in paths])]))) > 1:
-            exit_with_error(f"machines have different files: all have to share {self.directory}")
+        names = {f"files in {self.directory}": [path.name for path in paths]}
+        exit_if_ranks_differ(names, "all machines have to share the directory")
         for path in paths:
+            problem = damage = None
             try:
                 checkpoint = self.read(path)
-                break
+            except (OSError, MemoryError) as error:  # of this rank: the file may be intact
+                problem = f"{NAME} cannot read {path} ({error}): the same command tries again"
             except Exception as error:
-                self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({error!r:.200})")
+                damage = f"{error!r:.200}"
+            exit_if_any_failed(problem)
+            exit_if_ranks_differ({f"error in {path}": damage}, "the same command tries again")
+            if not damage:
+                break
+            self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
         else:
             if paths:
                 exit_with_error(f"{self.directory} has no intact checkpoint: choose another")
@@ -576,12 +592,35 @@ class Checkpoints:
                 saved = [x for x in self.directory.glob(self.pattern) if x <= path]
                 for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
-                os.fsync(self.names)
         except Exception as error:
-            self.temporary.unlink(missing_ok=True)
+            Path(self.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
             error = error.__context__ or error
             problem = f"cannot write {path}, earlier ones stay ({error!r:.200})"
         exit_if_any_failed(problem)
+
+
+def replace_file(accelerator, path, write):
+    """On the main process, make a file by `write(temporary path)`. It gets its name when it is on
+    the disk."""
+    if accelerator.is_main_process:
+        temporary = path.with_name(UNFINISHED)
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+
+
+def sync(path):
+    """Make a file, or the names in a directory, last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_weights(accelerator, weights, directory):
+    """Write model.safetensors, with a tensor of several names (tied weights) once."""
+    path = Path(directory, "model.safetensors")
+    replace_file(accelerator, path, lambda x: accelerator.save(weights, x, safe_serialization=True))
 
 
 def load_weights(model, path):
@@ -614,9 +653,8 @@ class StopSignal(threading.Thread):
     def __init__(self, accelerator):
         super().__init__(daemon=True)
         self.received = 0  # the first signal
-        self.agreed = 0  # on which all ranks stop
         self.group = accelerator.cpu_group
-        self.vote = torch.zeros(1, dtype=torch.int64)
+        self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
@@ -650,49 +688,48 @@ class StopSignal(threading.Thread):
         if number in self.signals and not self.received:
             self.received = number
             self.time = time.monotonic()
-            say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-C again: abort)")
+            again = " (Ctrl-C again: abort)" if number == signal.SIGINT else ""
+            say(f"{signal.Signals(number).name}: stopping after this step{again}")
         elif self.received == signal.SIGINT and number in (signal.SIGINT, signal.SIGTERM):
             if time.monotonic() - self.time > 1:  # before, the launcher passes the first one on
                 exit_now(128 + number)
 
-    def requested(self):
+    def vote(self):
         """Return the signal on which all ranks stop now, or 0: the result of the vote that was
-        begun one call ago. All ranks call this."""
+        begun one call ago. All ranks call this. Once it is a signal, it stays one."""
         if self.pending:
-            torch.futures.wait_all([self.pending.get_future()])  # in torch: see HangDetector
-        self.agreed = self.vote.item()
-        self.vote.fill_(self.received)
+            self.pending.wait()
+        result = self.highest.item()
+        self.highest.fill_(self.received)
         if self.group:
             maximum = distributed.ReduceOp.MAX
-            self.pending = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
-        return self.agreed
+            self.pending = distributed.all_reduce(self.highest, maximum, self.group, async_op=True)
+        return result
 
 
 class HangDetector(threading.Thread):
     """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
 
-    Then this thread reports in the process group's store where the main thread is. The rank that
-    stalls is not where ranks wait, or it reports nothing: it was stopped, or its machine is gone.
+    Then this thread reports in the process group's store how far the main thread came, and where it
+    is. The rank that stalls came the least far: on GPUs the others run ahead. Of equals, it does
+    not wait. Or it reports nothing: it was stopped, or its machine is gone.
     """
 
-    # A rank waits, for others or for the device, if its innermost Python frame is in these files.
-    waiting = re.compile(
-        "/torch/(distributed|nn/parallel|autograd|futures|cuda|amp)/"
-        "|/torch/_ops.py|/accelerate/utils/operations.py"
-    )
+    # A rank waits if its innermost Python frame is in such a file, or in one of these functions.
+    waiting = re.compile("-packages/(torch/(?!utils/data/)|accelerate/)")
+    waits = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):
         super().__init__(daemon=True)
         self.timeout = timeout
         self.progress = 0
         self.closed = threading.Event()
-        self.name = f"rank {accelerator.process_index} on {socket.gethostname()}"
-        self.names = utils.gather_object([self.name])
+        self.names = utils.gather_object([NAME])
         self.store = distributed.HashStore()
         if accelerator.cpu_group:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self.store = distributed.TCPStore(*address, is_master=False)
-        self.store.delete_key(self.name)  # the report of a run that was restarted
+        self.store.delete_key(NAME)  # the report of a run that was restarted
         self.start()
         faulthandler.cancel_dump_traceback_later()
 
@@ -715,27 +752,29 @@ class HangDetector(threading.Thread):
             before = self.progress
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
-            self.name_the_rank(traceback.extract_stack(sys._current_frames()[main_thread]))
+            self.name_the_rank(sys._current_frames()[main_thread])
         time.sleep(2 * tick)  # until all have printed: the launcher will end them
         exit_now(1)
 
-    def name_the_rank(self, stack):
+    def name_the_rank(self, frame):
         """Print where this rank is and, on one rank, which ones stall."""
-        head = f"{RECIPE}: no step for {self.timeout:g} s, {self.name} is at\n"
+        stack = traceback.extract_stack(frame)
+        head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
-        own = [frame for frame in stack if frame.filename == __file__][-1]
-        waits = bool(self.waiting.search(stack[-1].filename))
-        self.store.set(self.name, json.dumps([f"line {own.lineno}, in {own.name}", waits]))
+        own = [line for line in stack if line.filename == __file__][-1]
+        waits = frame.f_code in self.waits or bool(self.waiting.search(stack[-1].filename))
+        where = f"line {own.lineno}, in {own.name}"
+        self.store.set(NAME, json.dumps([self.progress, waits, where]))
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.store.wait(self.names, timedelta(seconds=self.timeout / 2))
         present = [name for name in self.names if self.store.check([name])]
-        reports = {name: ["no report", False] for name in self.names}
+        reports = {name: [-1, False, "no report"] for name in self.names}
         reports |= {name: json.loads(self.store.get(name)) for name in present}
-        stalled = [name for name, (_, waits) in reports.items() if not waits]
-        if self.name == present[0]:
-            # If all wait, one has left out a collective operation.
-            where = ", ".join(f"{name} ({reports[name][0]})" for name in stalled or reports)
-            say(f"error: no step for {self.timeout:g} s because of {where}")
+        # If all wait that came the least far, one has left out a collective operation.
+        first = min(reports.values())[:2]
+        stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
+        if NAME == present[0]:
+            say(f"error: no step for {self.timeout:g} s because of {', '.join(stalled)}")
 
 
 def say(message):
@@ -744,15 +783,24 @@ def say(message):
         print(f"{RECIPE}: {message}".replace("\n", " "), file=sys.stderr, flush=True)
 
 
-def exit_if_stopped(accelerator, stop, step):
-    """Exit if all ranks have agreed to stop: together, or the launcher would kill slower ones."""
-    if stop.agreed:
+def exit_if_stopped(accelerator, stopping, step):
+    """Exit if all ranks stop by a signal: together, or the launcher would kill slower ones."""
+    if stopping:
         if accelerator.is_main_process:
             say(f"stopped after step {step}, which is saved: the same command continues")
         for tracker in accelerator.trackers:
             tracker.finish()
         accelerator.wait_for_everyone()
-        exit_now(128 + stop.agreed)
+        exit_now(128 + stopping)
+
+
+def exit_if_ranks_differ(values, remedy):
+    """Exit with an error unless all ranks, which all call this, have the same {name: value}."""
+    of_ranks = utils.gather_object([values])
+    for name, own in values.items():
+        others = {rank: x.get(name) for rank, x in enumerate(of_ranks) if x.get(name) != own}
+        if others:
+            exit_with_error(f"{name}: {own} on {NAME}, but by rank {others}: {remedy}")
 
 
 def exit_if_any_failed(problem):
@@ -784,6 +832,7 @@ def exit_now(status):
 # ------------------------------------------------------------------------- command line and launch
 ABOVE_0 = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
 ABOVE_0 += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
+OF_A_MACHINE = {"data_dir", "weights", "threads", "output_dir"}  # other flags are the same on all
 NOT_DONE = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
 
 
@@ -804,7 +853,7 @@ def parse_args(*declarations):
     add("--lr", type=float, default=0.1, help="peak, per 128 samples of a step (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
     add("--seed", type=int, default=0, help="for weights, order and augmentation (0)")
-    add("--cpu", action="store_true", help="train on CPU, also where there are GPUs")
+    add("--cpu", action="store_true", help="train on CPU, even if GPUs are present")
     add("--threads", type=int, help="CPU threads per process (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")
     add("--checkpoint-every", type=int, help="steps, besides the end of each epoch")
@@ -817,16 +866,23 @@ def parse_args(*declarations):
         value = getattr(args, name)
         if value is not None and not value > 0:
             exit_with_error(f"argument --{name.replace('_', '-')}: {value} is not above 0")
+    if args.epochs < 0:
+        exit_with_error(f"argument --epochs: {args.epochs} is below 0")
     return args
 
 
 def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory. The lock ends with this process."""
+    """Exit with an error if another run uses the directory. The lock ends with this process. In
+    the file is an id, with which a resumed training continues its run in Weights & Biases."""
     try:
         os.makedirs(directory, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
             lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
             os.lockf(lock, os.F_TLOCK, 0)
+            run_id = os.pread(lock, 100, 0).decode() or os.urandom(8).hex()
+            os.pwrite(lock, run_id.encode(), 0)
+            os.environ.setdefault("WANDB_RUN_ID", run_id)
+            os.environ.setdefault("WANDB_RESUME", "allow")
     except OSError as error:
         exit_with_error(f"--output-dir {directory} is in use, or not writable ({error.strerror})")
 
@@ -864,6 +920,8 @@ def make_accelerator(args, precision, *handlers):
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
         exit_with_error("processes do not see each other: start them with accelerate launch")
+    flags = {f"--{k.replace('_', '-')}": x for k, x in vars(args).items() if k not in OF_A_MACHINE}
+    exit_if_ranks_differ({**flags, "versions": VERSIONS}, "start the same command on all machines")
     in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
@@ -874,9 +932,16 @@ def choose_device(args):
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
     processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
+        exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in LAUNCHED
+    remedy = f"{'--num_processes' if by_accelerate else '--nproc_per_node'} {gpus} (per machine)"
     if 0 < gpus < processes:
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): --num_processes {gpus}, or --cpu")
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}, or --cpu")
+    if gpus > processes and os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"{gpus - processes} of {gpus} GPUs are not used: {remedy}")
     if gpus:
         torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
@@ -889,16 +954,17 @@ def choose_device(args):
 
 def describe(args, accelerator, steps, optimizer, **more):
     """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     config = {
         "recipe": RECIPE,
         **vars(args),
         "accumulation": steps.accumulation,
-        "peak_learning_rate": optimizer.defaults["lr"],
+        "peak_learning_rate": rates if len(rates) > 1 else rates[0],
         "steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": accelerator.num_processes,
-        "versions": f"torch {torch.__version__}, accelerate {accelerate.__version__}",
+        "versions": VERSIONS,
         **more,
     }
     return json.loads(json.dumps(config, default=str))  # plain types, to be read again
@@ -995,7 +1061,7 @@ def add_technique_flags(parser):
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="of chunks (gpipe)")
     add("--chunks", type=int, default=8, help="parts of each batch (8)")
-    add("--split", help="first block of the second stage (default: both take equal time)")
+    add("--split", help="first block of the second stage (default: see `cut`)")
 
 
 def has_bf16(on_gpu):
@@ -1019,7 +1085,8 @@ def check_bf16(args):
 def count_pipelines(args):
     """Return how many pipelines the processes make. Exit with an error if they cannot make any."""
     if args.batch_size % args.chunks:
-        exit_with_error(f"argument --chunks: {args.chunks} do not divide {args.batch_size} samples")
+        chunks = f"{args.chunks} equal chunks"
+        exit_with_error(f"argument --chunks: {args.batch_size} samples do not make {chunks}")
     if args.schedule == "1f1b" and args.chunks < STAGES:
         exit_with_error(f"argument --chunks: 1f1b needs at least {STAGES}, gpipe does not")
     processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
@@ -1033,11 +1100,13 @@ def prepare_loaders(accelerator, loaders):
     """Divide the batches among the pipelines. `accelerator.prepare` would divide them among all
     processes, so that the two stages of a pipeline would read different ones."""
     options = {
-        **vars(accelerator.dataloader_config),
         "device": accelerator.device,
         "put_on_device": True,
         "num_processes": accelerator.num_processes // STAGES,
         "process_index": accelerator.process_index // STAGES,
+        "use_seedable_sampler": True,
+        "data_seed": accelerator.dataloader_config.data_seed,
+        "non_blocking": True,
     }
     return [accelerate.data_loader.prepare_data_loader(loader, **options) for loader in loaders]
 
@@ -1152,6 +1221,17 @@ def average_gradients(stage, replicas):
     ddp.require_backward_grad_sync = False  # PipelineStage starts it in a batch's last backward
     ddp.broadcast_buffers = False  # `send_buffers` does this
     return ddp
+
+
+def set_up_stages(model, batch):
+    """Take a batch through both stages before the first step, without a trace. In its first one
+    torch learns the shapes, in some versions by a chunk more, which BatchNorm would count. DDP then
+    changes the order of its sums: so a resumed run rounds as the first one did."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    run_pipeline(model, batch)
+    model.zero_grad()
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
 
 
 def part_of_loss(outputs, targets, parts, seen):
@@ -1285,7 +1365,7 @@ def save_whole_model(accelerator, model, directory):
     if accelerator.is_main_process:
         weights = stages[0]["model"] | stages[1]["model"]
         weights = {name.replace("/", "."): x.contiguous() for name, x in weights.items()}
-        accelerator.save(weights, Path(directory, "model.safetensors"), safe_serialization=True)
+        save_weights(accelerator, weights, directory)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ For a model that does not fit on one GPU: each of N processes keeps 1/N of the p
 and optimizer state. A block's parameters are gathered for its forward and its backward pass, then
 freed. The training is that of ddp_cifar.py. The same command again continues an interrupted run.
 
-To make this file yours, replace `load_data`, `build_model`, `compute_loss` and `add_flags`, and
-`shard_units` if your blocks are elsewhere; `shard` lists what the model must satisfy. Edit anything
-above the machinery banner. Between the banners, only the CIFAR-10 section belongs to this example.
+To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss` and
+`make_optimizer`, and `shard_units` if your blocks are elsewhere; `shard` lists what the model must
+satisfy. Edit anything above the machinery banner, and the CIFAR-10 section below it.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import time
 import traceback
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count, islice
@@ -59,7 +60,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat. Replace this."""
     add = parser.add_argument
     add("--data", choices=("cifar10", "synthetic"), default="cifar10", help="default: cifar10")
-    add("--data-dir", default="data", help="of CIFAR-10, downloaded if missing (default: data)")
+    add("--data-dir", default="data", help="CIFAR-10 directory (downloaded if missing)")
     add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="default: resnet50")
     add("--stem", choices=("cifar", "imagenet"), default="cifar", help="cifar (default): 3x3")
 
@@ -69,7 +70,8 @@ def load_data(args, accelerator):
 
     Write them as for one process, without DistributedSampler: Accelerate divides the batches among
     the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`. To download, see `cifar10`.
+    `SeededSamples`. Where it returns CPU tensors, pin_memory=torch.cuda.is_available() lets the
+    copies to the GPU overlap the computation. To download, see `cifar10`.
     """
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
@@ -130,20 +132,24 @@ def lr_lambda(step, total_steps):
     return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key, clip_norm):
-    """Take one optimizer step over a list of batches. Return their metrics, and the gradient's norm
-    before clipping to `clip_norm` (inf: only measured; None: neither), all still on the device."""
+def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
+    """Take one optimizer step over a list of batches. Return their metrics and, if it is measured
+    or clipped, the gradient's norm before clipping, else None: all still on the device."""
     metrics = []
     for index, batch in enumerate(microbatches):
-        seed_rng(*step_key, index, accelerator.process_index)  # a resumed run repeats dropout
+        # In the whole step: any number of ranks draws the same dropout, and so does a resumed run.
+        number = index * accelerator.num_processes + accelerator.process_index
+        seed_rng(args.seed, step, number)
         with accelerator.accumulate(model):  # averages gradients in the last microbatch
             values = checked(compute_loss(model, batch))
             accelerator.backward((values["loss"] * values.get("weight", 1)).mean())
         metrics.append(values)
     divide_by_mean_weight(accelerator, model, metrics)
     grad_norm = None
-    if clip_norm is not None:
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm).full_tensor()
+    if args.clip_norm or measure_norm:  # to clip to infinity only measures
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), args.clip_norm or math.inf
+        ).full_tensor()
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -152,19 +158,19 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key,
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader, hang, stop):
-    """Return {"test_loss": mean, ...} over the test set, or {} if a signal stops the run."""
+    """Return {"test_loss": mean, ...} over the test set, or None if a signal stops the run."""
     set_epoch(loader, 0)  # the same random transforms in each evaluation
     modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
     model.eval()
     utils.broadcast(list(model.buffers()))  # in place: all use rank 0's BatchNorm statistics
     sums = 0
     for index, batch in enumerate(loader):
-        seed_rng("evaluation", index, accelerator.process_index)
+        seed_rng("evaluation", index * accelerator.num_processes + accelerator.process_index)
         metrics = checked(compute_loss(model, batch))
         sums += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # drops the padding
         hang.made_progress()
-        if stop.requested():
-            return {}
+        if stop.vote():
+            return None
     model.reshard()  # FSDP keeps the root's parameters unsharded for a backward pass
     for module, mode in modes.items():
         module.training = mode
@@ -198,6 +204,7 @@ def main():
         checkpoints.load_states(checkpoint["states"])
         steps.done = checkpoint["step"]
     metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
+    del checkpoint  # its file is mapped: deleted by a later save, it would still take disk space
     stop = StopSignal(accelerator)
     hang = HangDetector(accelerator, args.hang_timeout)
 
@@ -207,27 +214,26 @@ def main():
             learning_rate = scheduler.get_last_lr()[0]
             save_due = checkpoints.due(step)
             line_due = save_due or step % args.log_every == 0
-            clip_norm = args.clip_norm or (math.inf if line_due else None)
             values, grad_norm = train_step(
-                accelerator, model, optimizer, scheduler, microbatches, (args.seed, step), clip_norm
+                accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
             )
             metrics.add(step, values)
             hang.made_progress()
-            stop_signal = stop.requested()  # the same on all ranks
-            if line_due or stop_signal:
-                # Exits if the loss or the weights are not finite, so that they are not saved.
+            stopping = stop.vote()  # a signal, the same on all ranks, or 0
+            if line_due or stopping:
                 weight_norm = nn.utils.get_total_norm(model.parameters()).full_tensor()
+                # A run whose loss or weights are not finite ends here, before it saves them.
                 metrics.log(weight_norm, learning_rate, grad_norm)
-            if save_due or stop_signal:
+            if save_due or stopping:
                 checkpoints.save(step, metrics.text)
                 metrics.start_clock()
-            exit_if_stopped(accelerator, stop, step)
+            exit_if_stopped(accelerator, stopping, step)
         test = evaluate(accelerator, model, test_loader, hang, stop)
-        exit_if_stopped(accelerator, stop, metrics.step)
+        exit_if_stopped(accelerator, stop.vote(), metrics.step)
         metrics.write("evaluation", test)
 
     hang.closed.set()
-    save_weights(accelerator, model, Path(args.output_dir, "model.safetensors"))
+    save_whole_model(accelerator, model, args.output_dir)
     metrics.finish()
     # The model goes before the process group that it uses: at exit, gloo may abort.
     model, optimizer = accelerator.free_memory(model, optimizer)
@@ -239,6 +245,9 @@ def main():
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
+NAME = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
+UNFINISHED = "unfinished.tmp"  # a file's name while it is written
 TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a stall
 
 
@@ -274,7 +283,7 @@ def sample_rows(metrics):
 def means(names, sums, samples):
     """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`, (M + 2,).
     Exit with an error unless they are the sums of so many samples."""
-    *totals, weight, counted = utils.send_to_device(sums, "cpu").tolist()
+    *totals, weight, counted = sums.tolist()
     if counted != samples:
         exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
     names = [name for name in names if name != "weight"]
@@ -328,14 +337,14 @@ class Metrics:
         Exit if loss or weights are not finite: a gradient alone may be, where fp16 skips steps."""
         memory = torch.cuda.max_memory_allocated()  # 0 on CPU
         memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums)
+        own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums, non_blocking=True)
         row = torch.cat([self.sums, weight_norm.to(self.sums)[None], own])
-        by_rank = utils.send_to_device(self.accelerator.gather(row[None]), "cpu")
+        by_rank = self.accelerator.gather(row[None]).cpu()
         seconds = time.perf_counter() - self.clock
-        weight_norms, waited, memory = by_rank[:, -3:].T
+        *sums, weight_norm, waited, memory = by_rank.T
         samples = (self.step - self.last_line) * self.config["global_batch_size"]
-        values = means(self.names, by_rank[:, :-3].sum(0), samples)
-        if not math.isfinite(values["loss"] + weight_norms.sum()):
+        values = means(self.names, torch.stack(sums).sum(1), samples)
+        if not math.isfinite(values["loss"] + weight_norm.sum()):
             what = f"loss or weights are not finite at step {self.step}, which is not saved"
             exit_with_error(f"{what}: lower --lr, or set --clip-norm 1")
         values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
@@ -370,9 +379,9 @@ class Metrics:
         results = {"resumed_from": self.steps.done, **self.newest}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
-        if self.accelerator.is_main_process:
-            path = Path(self.config["output_dir"], "summary.json")
-            path.write_text(json.dumps({**self.config, **results}, indent=2) + "\n")
+        text = json.dumps({**self.config, **results}, indent=2) + "\n"
+        summary = Path(self.config["output_dir"], "summary.json")
+        replace_file(self.accelerator, summary, lambda path: path.write_text(text))
 
 
 # -------------------------------------------------------------------------------- reproducible data
@@ -415,9 +424,10 @@ class Steps:
         """Yield (step, its microbatches) for what is left of an epoch."""
         before = epoch * self.per_epoch
         done = max(before, self.done)
-        set_epoch(self.loader, epoch)
         skipped = (done - before) * self.accumulation
-        batches = iter(skip_first_batches(self.loader, skipped) if skipped else self.loader)
+        loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
+        set_epoch(loader, epoch)  # of the one that is read: before Accelerate 1.15 it has its own
+        batches = iter(loader)
         for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
             began = time.perf_counter()
             microbatches = list(islice(batches, self.accumulation))
@@ -483,6 +493,8 @@ def reproducible(loaders, seed):
             # DataLoader forbids an assignment, since a sampler may belong to the dataset.
             object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
         without_subset(loader.dataset).set_epoch(0)
+    samples = [len(loader.dataset) for loader in loaders]
+    exit_if_ranks_differ({"samples for training and test": samples}, "use the same data everywhere")
     return loaders
 
 
@@ -503,8 +515,6 @@ class Checkpoints:
         self.config = config
         self.states = states
         self.directory = Path(config["output_dir"])
-        self.temporary = self.directory / "checkpoint.tmp"
-        self.names = os.open(self.directory, os.O_RDONLY)  # to sync a rename to the disk
 
     def collect_states(self):
         """Return the states that the main process writes."""
@@ -515,37 +525,45 @@ class Checkpoints:
             thing.load_state_dict(saved[name])
 
     def read(self, path):
-        """Return a checkpoint, mapped on the CPU. Raise an error of any type if it is damaged."""
+        """Return a checkpoint on the CPU. Raise an error of any type if it is damaged."""
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
-        return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+        # Mapped, not copied. An optimizer on the CPU would keep tensors of a mapped file.
+        mapped = self.accelerator.device.type != "cpu"
+        return torch.load(path, "cpu", weights_only=True, mmap=mapped)  # runs no code
 
     def write(self, content, path):
         """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
-        if self.accelerator.is_main_process:
-            with open(self.temporary, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            # No run could resume from one that cannot be read.
-            torch.load(self.temporary, "cpu", weights_only=True, mmap=True)
-            os.replace(self.temporary, path)
+
+        def write_and_read(temporary):
+            torch.save(content, temporary)
+            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # types that can be read
+
+        replace_file(self.accelerator, path, write_and_read)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return the newest intact checkpoint of this run, or None if there is none. All ranks call
-        this. Exit with an error if none is intact, or if it is of a run with other flags."""
+        """Return the newest intact checkpoint of this run, the same one on all ranks, or None if
+        there is none. Exit with an error if none is intact, if ranks cannot read the same, or if it
+        is of a run with other flags."""
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        if len(set(utils.gather_object([str([path.name for path in paths])]))) > 1:
-            exit_with_error(f"machines have different files: all have to share {self.directory}")
+        names = {f"files in {self.directory}": [path.name for path in paths]}
+        exit_if_ranks_differ(names, "all machines have to share the directory")
         for path in paths:
+            problem = damage = None
             try:
                 checkpoint = self.read(path)
-                break
+            except (OSError, MemoryError) as error:  # of this rank: the file may be intact
+                problem = f"{NAME} cannot read {path} ({error}): the same command tries again"
             except Exception as error:
-                self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({error!r:.200})")
+                damage = f"{error!r:.200}"
+            exit_if_any_failed(problem)
+            exit_if_ranks_differ({f"error in {path}": damage}, "the same command tries again")
+            if not damage:
+                break
+            self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
         else:
             if paths:
                 exit_with_error(f"{self.directory} has no intact checkpoint: choose another")
@@ -575,12 +593,35 @@ class Checkpoints:
                 saved = [x for x in self.directory.glob(self.pattern) if x <= path]
                 for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
-                os.fsync(self.names)
         except Exception as error:
-            self.temporary.unlink(missing_ok=True)
+            Path(self.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
             error = error.__context__ or error
             problem = f"cannot write {path}, earlier ones stay ({error!r:.200})"
         exit_if_any_failed(problem)
+
+
+def replace_file(accelerator, path, write):
+    """On the main process, make a file by `write(temporary path)`. It gets its name when it is on
+    the disk."""
+    if accelerator.is_main_process:
+        temporary = path.with_name(UNFINISHED)
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+
+
+def sync(path):
+    """Make a file, or the names in a directory, last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_weights(accelerator, weights, directory):
+    """Write model.safetensors, with a tensor of several names (tied weights) once."""
+    path = Path(directory, "model.safetensors")
+    replace_file(accelerator, path, lambda x: accelerator.save(weights, x, safe_serialization=True))
 
 
 def load_weights(model, path):
@@ -613,9 +654,8 @@ class StopSignal(threading.Thread):
     def __init__(self, accelerator):
         super().__init__(daemon=True)
         self.received = 0  # the first signal
-        self.agreed = 0  # on which all ranks stop
         self.group = accelerator.cpu_group
-        self.vote = torch.zeros(1, dtype=torch.int64)
+        self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
@@ -649,49 +689,48 @@ class StopSignal(threading.Thread):
         if number in self.signals and not self.received:
             self.received = number
             self.time = time.monotonic()
-            say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-C again: abort)")
+            again = " (Ctrl-C again: abort)" if number == signal.SIGINT else ""
+            say(f"{signal.Signals(number).name}: stopping after this step{again}")
         elif self.received == signal.SIGINT and number in (signal.SIGINT, signal.SIGTERM):
             if time.monotonic() - self.time > 1:  # before, the launcher passes the first one on
                 exit_now(128 + number)
 
-    def requested(self):
+    def vote(self):
         """Return the signal on which all ranks stop now, or 0: the result of the vote that was
-        begun one call ago. All ranks call this."""
+        begun one call ago. All ranks call this. Once it is a signal, it stays one."""
         if self.pending:
-            torch.futures.wait_all([self.pending.get_future()])  # in torch: see HangDetector
-        self.agreed = self.vote.item()
-        self.vote.fill_(self.received)
+            self.pending.wait()
+        result = self.highest.item()
+        self.highest.fill_(self.received)
         if self.group:
             maximum = distributed.ReduceOp.MAX
-            self.pending = distributed.all_reduce(self.vote, maximum, self.group, async_op=True)
-        return self.agreed
+            self.pending = distributed.all_reduce(self.highest, maximum, self.group, async_op=True)
+        return result
 
 
 class HangDetector(threading.Thread):
     """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
 
-    Then this thread reports in the process group's store where the main thread is. The rank that
-    stalls is not where ranks wait, or it reports nothing: it was stopped, or its machine is gone.
+    Then this thread reports in the process group's store how far the main thread came, and where it
+    is. The rank that stalls came the least far: on GPUs the others run ahead. Of equals, it does
+    not wait. Or it reports nothing: it was stopped, or its machine is gone.
     """
 
-    # A rank waits, for others or for the device, if its innermost Python frame is in these files.
-    waiting = re.compile(
-        "/torch/(distributed|nn/parallel|autograd|futures|cuda|amp)/"
-        "|/torch/_ops.py|/accelerate/utils/operations.py"
-    )
+    # A rank waits if its innermost Python frame is in such a file, or in one of these functions.
+    waiting = re.compile("-packages/(torch/(?!utils/data/)|accelerate/)")
+    waits = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):
         super().__init__(daemon=True)
         self.timeout = timeout
         self.progress = 0
         self.closed = threading.Event()
-        self.name = f"rank {accelerator.process_index} on {socket.gethostname()}"
-        self.names = utils.gather_object([self.name])
+        self.names = utils.gather_object([NAME])
         self.store = distributed.HashStore()
         if accelerator.cpu_group:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self.store = distributed.TCPStore(*address, is_master=False)
-        self.store.delete_key(self.name)  # the report of a run that was restarted
+        self.store.delete_key(NAME)  # the report of a run that was restarted
         self.start()
         faulthandler.cancel_dump_traceback_later()
 
@@ -714,27 +753,29 @@ class HangDetector(threading.Thread):
             before = self.progress
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
-            self.name_the_rank(traceback.extract_stack(sys._current_frames()[main_thread]))
+            self.name_the_rank(sys._current_frames()[main_thread])
         time.sleep(2 * tick)  # until all have printed: the launcher will end them
         exit_now(1)
 
-    def name_the_rank(self, stack):
+    def name_the_rank(self, frame):
         """Print where this rank is and, on one rank, which ones stall."""
-        head = f"{RECIPE}: no step for {self.timeout:g} s, {self.name} is at\n"
+        stack = traceback.extract_stack(frame)
+        head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
-        own = [frame for frame in stack if frame.filename == __file__][-1]
-        waits = bool(self.waiting.search(stack[-1].filename))
-        self.store.set(self.name, json.dumps([f"line {own.lineno}, in {own.name}", waits]))
+        own = [line for line in stack if line.filename == __file__][-1]
+        waits = frame.f_code in self.waits or bool(self.waiting.search(stack[-1].filename))
+        where = f"line {own.lineno}, in {own.name}"
+        self.store.set(NAME, json.dumps([self.progress, waits, where]))
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.store.wait(self.names, timedelta(seconds=self.timeout / 2))
         present = [name for name in self.names if self.store.check([name])]
-        reports = {name: ["no report", False] for name in self.names}
+        reports = {name: [-1, False, "no report"] for name in self.names}
         reports |= {name: json.loads(self.store.get(name)) for name in present}
-        stalled = [name for name, (_, waits) in reports.items() if not waits]
-        if self.name == present[0]:
-            # If all wait, one has left out a collective operation.
-            where = ", ".join(f"{name} ({reports[name][0]})" for name in stalled or reports)
-            say(f"error: no step for {self.timeout:g} s because of {where}")
+        # If all wait that came the least far, one has left out a collective operation.
+        first = min(reports.values())[:2]
+        stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
+        if NAME == present[0]:
+            say(f"error: no step for {self.timeout:g} s because of {', '.join(stalled)}")
 
 
 def say(message):
@@ -743,15 +784,24 @@ def say(message):
         print(f"{RECIPE}: {message}".replace("\n", " "), file=sys.stderr, flush=True)
 
 
-def exit_if_stopped(accelerator, stop, step):
-    """Exit if all ranks have agreed to stop: together, or the launcher would kill slower ones."""
-    if stop.agreed:
+def exit_if_stopped(accelerator, stopping, step):
+    """Exit if all ranks stop by a signal: together, or the launcher would kill slower ones."""
+    if stopping:
         if accelerator.is_main_process:
             say(f"stopped after step {step}, which is saved: the same command continues")
         for tracker in accelerator.trackers:
             tracker.finish()
         accelerator.wait_for_everyone()
-        exit_now(128 + stop.agreed)
+        exit_now(128 + stopping)
+
+
+def exit_if_ranks_differ(values, remedy):
+    """Exit with an error unless all ranks, which all call this, have the same {name: value}."""
+    of_ranks = utils.gather_object([values])
+    for name, own in values.items():
+        others = {rank: x.get(name) for rank, x in enumerate(of_ranks) if x.get(name) != own}
+        if others:
+            exit_with_error(f"{name}: {own} on {NAME}, but by rank {others}: {remedy}")
 
 
 def exit_if_any_failed(problem):
@@ -783,6 +833,7 @@ def exit_now(status):
 # ------------------------------------------------------------------------- command line and launch
 ABOVE_0 = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
 ABOVE_0 += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
+OF_A_MACHINE = {"data_dir", "weights", "threads", "output_dir"}  # other flags are the same on all
 NOT_DONE = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
 
 
@@ -803,7 +854,7 @@ def parse_args(*declarations):
     add("--lr", type=float, default=0.1, help="peak, per 128 samples of a step (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
     add("--seed", type=int, default=0, help="for weights, order and augmentation (0)")
-    add("--cpu", action="store_true", help="train on CPU, also where there are GPUs")
+    add("--cpu", action="store_true", help="train on CPU, even if GPUs are present")
     add("--threads", type=int, help="CPU threads per process (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")
     add("--checkpoint-every", type=int, help="steps, besides the end of each epoch")
@@ -816,16 +867,23 @@ def parse_args(*declarations):
         value = getattr(args, name)
         if value is not None and not value > 0:
             exit_with_error(f"argument --{name.replace('_', '-')}: {value} is not above 0")
+    if args.epochs < 0:
+        exit_with_error(f"argument --epochs: {args.epochs} is below 0")
     return args
 
 
 def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory. The lock ends with this process."""
+    """Exit with an error if another run uses the directory. The lock ends with this process. In
+    the file is an id, with which a resumed training continues its run in Weights & Biases."""
     try:
         os.makedirs(directory, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
             lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
             os.lockf(lock, os.F_TLOCK, 0)
+            run_id = os.pread(lock, 100, 0).decode() or os.urandom(8).hex()
+            os.pwrite(lock, run_id.encode(), 0)
+            os.environ.setdefault("WANDB_RUN_ID", run_id)
+            os.environ.setdefault("WANDB_RESUME", "allow")
     except OSError as error:
         exit_with_error(f"--output-dir {directory} is in use, or not writable ({error.strerror})")
 
@@ -863,6 +921,8 @@ def make_accelerator(args, precision, *handlers):
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
         exit_with_error("processes do not see each other: start them with accelerate launch")
+    flags = {f"--{k.replace('_', '-')}": x for k, x in vars(args).items() if k not in OF_A_MACHINE}
+    exit_if_ranks_differ({**flags, "versions": VERSIONS}, "start the same command on all machines")
     in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
@@ -873,9 +933,16 @@ def choose_device(args):
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
     processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
+        exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in LAUNCHED
+    remedy = f"{'--num_processes' if by_accelerate else '--nproc_per_node'} {gpus} (per machine)"
     if 0 < gpus < processes:
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): --num_processes {gpus}, or --cpu")
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}, or --cpu")
+    if gpus > processes and os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"{gpus - processes} of {gpus} GPUs are not used: {remedy}")
     if gpus:
         torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
@@ -888,16 +955,17 @@ def choose_device(args):
 
 def describe(args, accelerator, steps, optimizer, **more):
     """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     config = {
         "recipe": RECIPE,
         **vars(args),
         "accumulation": steps.accumulation,
-        "peak_learning_rate": optimizer.defaults["lr"],
+        "peak_learning_rate": rates if len(rates) > 1 else rates[0],
         "steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": accelerator.num_processes,
-        "versions": f"torch {torch.__version__}, accelerate {accelerate.__version__}",
+        "versions": VERSIONS,
         **more,
     }
     return json.loads(json.dumps(config, default=str))  # plain types, to be read again
@@ -1034,7 +1102,8 @@ def make_mesh(accelerator, replicas):
     device = accelerator.device.type
     processes = accelerator.num_processes
     if processes % replicas:
-        exit_with_error(f"argument --replicas: {replicas} do not divide {processes} process(es)")
+        groups = f"{replicas} equal groups"
+        exit_with_error(f"argument --replicas: {processes} process(es) do not make {groups}")
     if not distributed.is_initialized():  # Accelerate starts no process group for one process
         backend = "nccl" if device == "cuda" else "gloo"
         distributed.init_process_group(backend, None, TIMEOUT, 1, 0, distributed.HashStore())
@@ -1076,14 +1145,16 @@ def build_sharded_model(args, accelerator, mesh):
 
 
 def check_units(model):
-    """Exit with an error if a parameter is in two units, or in one and the root: FSDP would make
-    two parameters of it."""
+    """Exit with an error if a parameter has no dimensions, or if it is in two units, or in one and
+    the root: FSDP would make two parameters of it."""
     units = shard_units(model)
     inside = {module for unit in units for module in unit.modules()}
     root = [module for module in model.modules() if module not in inside]
     groups = [set(unit.parameters()) for unit in units]
     groups.append({p for module in root for p in module.parameters(recurse=False)})
     for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            exit_with_error(f"build_model: {name} has no dimensions: FSDP needs (1,), not ()")
         if sum(parameter in group for group in groups) > 1:
             what = f"{name} is in more than one unit, or in one and the root (tied weights)"
             remedy = "make one unit of the modules that share it, or leave both to the root"
@@ -1104,27 +1175,29 @@ def shard(model, args, mesh):
     statistics. All evaluate with the main process's, which are saved.
     """
     model.to(memory_format=torch.contiguous_format)  # FSDP needs it; activations are channels_last
-    options = bf16_options(model) if args.precision == "bf16" else {}
+    norms = set()
+    policy = fsdp.MixedPrecisionPolicy()
+    for_root = policy
+    if args.precision == "bf16":
+        # Norms with running statistics stay in fp32, as these are. LayerNorm is another class.
+        norms = {x for x in model.modules() if isinstance(x, nn.modules.batchnorm._NormBase)}
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        for_root = replace(policy, output_dtype=torch.float32)  # for the loss
     for unit in shard_units(model):
         if args.activation_checkpointing:
             checkpoint_activations(unit)
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**options))
-    if options:
-        options["output_dtype"] = torch.float32  # for the loss
-    fsdp.fully_shard(model, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**options))
+        shard_unit(unit, norms, mesh, policy)
+    shard_unit(model, norms, mesh, for_root)
 
 
-def bf16_options(model):
-    """Return the options with which FSDP gathers parameters and computes in bf16, but sums
-    gradients in fp32 and leaves BatchNorm and InstanceNorm in fp32, as their running statistics
-    are. LayerNorm, GroupNorm and RMSNorm compute in bf16."""
-    norms = [x for x in model.modules() if isinstance(x, nn.modules.batchnorm._NormBase)]
-    in_fp32 = {p for norm in norms for p in norm.parameters()}
-    return {
-        "param_dtype": torch.bfloat16,
-        "param_dtype_override_fn": lambda p: p.dtype if p in in_fp32 else None,
-        "reduce_dtype": torch.float32,
-    }
+def shard_unit(unit, norms, mesh, policy):
+    """Shard what is left of a unit: first its `norms`, in one group in fp32, then the rest."""
+    own = [x for x in unit.modules() if x in norms and list(x.parameters())]
+    norms.difference_update(own)
+    if own:
+        fsdp.fully_shard(own, mesh=mesh)
+    if unit not in own:
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
 
 
 def checkpoint_activations(unit):
@@ -1163,14 +1236,14 @@ def add_hooks(accelerator, model, sync_each_batch):
     model.register_forward_pre_hook(prepare_pass)
 
 
-def save_weights(accelerator, model, path):
+def save_whole_model(accelerator, model, directory):
     """Write all weights, gathered to the CPU memory of the main process. A tensor with several
     names (tied weights) is written under the first one, as Accelerate's `save_model` does."""
     names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(model, options=options)  # empty on the other ranks
     weights = {name: x for name, x in weights.items() if name in names.values()}
-    accelerator.save(weights, path, safe_serialization=True)
+    save_weights(accelerator, weights, directory)
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -1182,63 +1255,48 @@ class ShardedCheckpoints(Checkpoints):
     may_differ = Checkpoints.may_differ | {"replicas", "sync_each_batch"}
     may_differ |= {"activation_checkpointing"}
 
-    def shards(self):
-        """Return {name: DTensor}, of parameters and optimizer states."""
-        found = {}
-        for name, parameter in self.states["model"].named_parameters():
-            states = self.states["optimizer"].state.get(parameter, {})
-            for key, value in {"parameter": parameter, **states}.items():
-                if isinstance(value, DTensor):
-                    found[f"{name}/{key}"] = value
-        return found
-
     def collect_states(self):
         """Return the states without the shards."""
-        states = super().collect_states()
-        states["model"] = dict(self.states["model"].named_buffers())
-        of_parameters = states["optimizer"]["state"]
-        for index, state in of_parameters.items():
-            of_parameters[index] = {k: x for k, x in state.items() if not isinstance(x, DTensor)}
-        return states
+        return without_shards(super().collect_states(), {})
+
+    def shards(self):
+        """Return {name: DTensor} of all states, whatever holds them."""
+        found = {}
+        without_shards(super().collect_states(), found)
+        return found
 
     def load_states(self, saved):
-        for name in self.states.keys() - {"model", "optimizer"}:
-            self.states[name].load_state_dict(saved[name])
-        for name, buffer in self.states["model"].named_buffers():
-            buffer.copy_(saved["model"][name])
-        self.load_optimizer(saved["optimizer"])
+        self.make_optimizer_states(saved["optimizer"]["state"])
+        shards = self.shards()
         reader = dcp.HuggingFaceStorageReader(saved["folder"])
-        dcp.load(self.shards(), storage_reader=reader, process_group=self.accelerator.cpu_group)
+        dcp.load(shards, storage_reader=reader, process_group=self.accelerator.cpu_group)
+        super().load_states(with_shards(saved, shards))
 
-    def load_optimizer(self, saved):
-        """Load what is not sharded, and make room for the shards."""
+    def make_optimizer_states(self, saved):
+        """Create the states of the parameters that have some in `saved`."""
         optimizer = self.states["optimizer"]
-        # This creates the states, as the first step would.
         dcp_state.get_optimizer_state_dict(self.states["model"], optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
-            if index not in saved["state"]:  # it is frozen, or had no gradient yet
+            if index not in saved:  # it is frozen, or had no gradient yet
                 optimizer.state.pop(parameter, None)
-        states = optimizer.state_dict()["state"]
-        for index, state in saved["state"].items():
-            states[index].update(state)
-        optimizer.load_state_dict({**saved, "state": states})
 
     def read(self, path):
         """Return everything but the shards, of which each rank verifies some: none reads all. Raise
         an error on all ranks if anything is damaged."""
-        checkpoint = None
-        problem = None
+        failure = None
         try:
             checkpoint = super().read(path / "run.pt")
             checksums = checkpoint["checksums"]
-            names = sorted(checksums.keys() | {file.name for file in path.glob("*.safetensors")})
+            if checksums.keys() != {file.name for file in path.glob("*.safetensors")}:
+                raise ValueError("it has not the files that were written")
+            names = sorted(checksums)
             for name in names[self.accelerator.process_index :: self.accelerator.num_processes]:
-                if checksum(path / name) != checksums.get(name):
+                if checksum(path / name) != checksums[name]:
                     raise ValueError(f"{name} is damaged, or not of this checkpoint")
         except Exception as error:
-            problem = repr(error)
-        raise_if_any_failed(problem)
+            failure = error
+        raise_if_any_failed(failure)
         checkpoint["states"]["folder"] = str(path)
         return checkpoint
 
@@ -1257,6 +1315,7 @@ class ShardedCheckpoints(Checkpoints):
                 if path.exists():  # it is damaged: this run began before it
                     self.delete(path)
                 os.replace(temporary, path)
+                sync(self.directory)
         finally:
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -1271,16 +1330,16 @@ class ShardedCheckpoints(Checkpoints):
         writer.per_thread_copy_ahead = 0  # or copies of the shards would stay in pinned memory
         group = self.accelerator.cpu_group
         checksums = {}
-        problem = None
+        failure = None
         try:
             dcp.save(self.shards(), storage_writer=writer, process_group=group)
             own = directory.glob(f"shard-{self.accelerator.process_index + 1:05}-*")
             checksums = {path.name: checksum(path) for path in own}
         except dcp.CheckpointException as error:  # no Exception, and the same on all ranks
-            problem = repr(next(iter(error.failures.values()))[0])
+            failure = next(iter(error.failures.values()))[0]
         except Exception as error:
-            problem = repr(error)
-        raise_if_any_failed(problem)
+            failure = error
+        raise_if_any_failed(failure)
         of_ranks = utils.gather_object([checksums])
         return {name: value for part in of_ranks for name, value in part.items()}
 
@@ -1291,18 +1350,36 @@ class ShardedCheckpoints(Checkpoints):
         shutil.rmtree(deleted)
 
 
-def raise_if_any_failed(problem):
-    """Raise an error on all ranks if a rank has a problem, a str, and not None."""
-    problems = list(filter(None, utils.gather_object([problem])))
-    if problems:
-        raise RuntimeError(problems[0])
+def raise_if_any_failed(error):
+    """Raise an error on all ranks if a rank has one, and not None: its own one, or a RuntimeError
+    with the first one's text."""
+    errors = list(filter(None, utils.gather_object([repr(error) if error else None])))
+    if errors:
+        raise error or RuntimeError(errors[0])
 
 
-def sync(path):
-    """Make a file, or the names in a directory, last through a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def without_shards(value, shards, name="states"):
+    """Return nested dictionaries and lists with None for each DTensor, which `shards` gets under
+    its name."""
+    if isinstance(value, DTensor):
+        shards[name] = value
+        return None
+    if isinstance(value, dict):
+        return {key: without_shards(x, shards, f"{name}/{key}") for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [without_shards(x, shards, f"{name}/{index}") for index, x in enumerate(value)]
+        return type(value)(parts)
+    return value
+
+
+def with_shards(value, shards, name="states"):
+    """Return what `without_shards` was called with."""
+    if isinstance(value, dict):
+        return {key: with_shards(x, shards, f"{name}/{key}") for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [with_shards(x, shards, f"{name}/{index}") for index, x in enumerate(value)]
+        return type(value)(parts)
+    return shards.get(name, value)
 
 
 def checksum(path):

@@ -100,7 +100,7 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_ones_stay(tmp_path):
         pattern = r"cannot write .*/step-00000004.pt, earlier ones stay \((\w+)\(.*, '(.*)'\)\)"
         reasons.append(re.fullmatch(pattern, the_error(answer)).groups())
         assert {path: path.read_bytes() for path in directory.glob("step-*.pt")} == before
-        assert not (directory / "checkpoint.tmp").exists()
+        assert not (directory / "unfinished.tmp").exists()
     assert reasons == [("OSError", "File too large"), ("PermissionError", "Permission denied")]
 
 

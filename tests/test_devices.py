@@ -71,6 +71,6 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     assert written == ["train"]
     # An evaluation, too.
     hang = SimpleNamespace(made_progress=lambda: None)
-    stop = SimpleNamespace(requested=lambda: 0)
+    stop = SimpleNamespace(vote=lambda: 0)
     test = recipe.evaluate(accelerator, model, test_loader, hang, stop)
     assert test.keys() == {"test_loss", "test_accuracy"}

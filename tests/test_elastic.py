@@ -102,7 +102,7 @@ def with_gate(recipe, run):
             super().receive(number)
 
     def train_step(*arguments):
-        steps.append(arguments[-2][1])
+        steps.append(arguments[-2])
         Path(run["directory"], f"start-{steps[0]:04}-{rank}-of-{world}").touch()
         if run["gate"] == [world, len(steps)]:
             Path(run["directory"], f"gate-{world}").touch()

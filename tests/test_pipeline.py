@@ -134,7 +134,7 @@ def last_stage(batch, keys=("loss",)):
 linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
 MISTAKES = {
     "one process": (lambda: count_pipelines(), "takes two processes, not 1: launch an even number"),
-    "uneven": (lambda: count_pipelines(batch_size=100), "--chunks: 8 do not divide 100 samples"),
+    "uneven": (lambda: count_pipelines(batch_size=100), "--chunks: 100 samples do not make 8"),
     "1f1b": (lambda: count_pipelines(schedule="1f1b", chunks=1), "--chunks: 1f1b needs at least 2"),
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),

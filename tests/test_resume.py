@@ -99,7 +99,7 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
     for rank in range(processes):
         assert len(batches(whole, rank)) == STEPS
         assert batches(whole, rank) == batches(broken, rank)
-    assert not (broken / "checkpoint.tmp").exists()
+    assert not (broken / "unfinished.tmp").exists()
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_units_are_the_elements_of_lists_and_nothing_inside_them():
 
 def test_mistakes_are_one_line():
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=4)
-    with pytest.raises(Exit, match="--replicas: 3 do not divide 4 process"):
+    with pytest.raises(Exit, match="--replicas: 4 process\\(es\\) do not make 3"):
         recipe.make_mesh(accelerator, 3)
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     recipe.check_units(tied)
@@ -213,9 +213,9 @@ def reduce_scatter(*arguments, **options):
 distributed.reduce_scatter_single = reduce_scatter
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key, clip_norm):
+def train_step(accelerator, model, optimizer, scheduler, microbatches, args, number, measure_norm):
     rank, step, what = json.loads(os.environ["DISTURB"])
-    if (accelerator.process_index, step_key[1]) == (rank, step):
+    if (accelerator.process_index, number) == (rank, step):
         if what == "nan":
             microbatches[0][0].fill_(math.nan)
         elif what == "stop":
@@ -224,7 +224,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, step_key,
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
         else:
             sys.addaudithook(partial(kill_at, what))
-    more = microbatches, step_key, clip_norm
+    more = microbatches, args, number, measure_norm
     return plain_train_step(accelerator, model, optimizer, scheduler, *more)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 recipe = load("recipes/ddp_cifar.py")
 hang = SimpleNamespace(made_progress=lambda: None)
-stop = SimpleNamespace(requested=lambda: 0)
+stop = SimpleNamespace(vote=lambda: 0)
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)

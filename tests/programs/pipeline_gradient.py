@@ -74,7 +74,7 @@ def train_whole(model, batches, chunks, clip_norm):
     return loss.item()
 
 
-def train_pipeline(args, whole, batches, accumulation, clip_norm):
+def train_pipeline(args, whole, batches, accumulation):
     """Train in pipelines, each on its share of a batch; return one, and the last step's loss."""
     accelerator.gradient_accumulation_steps = accumulation
     args.batch_size = 8 // accumulation
@@ -85,8 +85,9 @@ def train_pipeline(args, whole, batches, accumulation, clip_norm):
         buffer.fill_(accelerator.process_index)
     for batch in batches:
         own = [x.chunk(replicas)[model.replicas.rank()].chunk(accumulation) for x in batch]
+        microbatches = list(zip(*own, strict=True))
         metrics, _ = recipe.train_step(
-            accelerator, model, optimizer, scheduler, list(zip(*own, strict=True)), (0,), clip_norm
+            accelerator, model, optimizer, scheduler, microbatches, args, step=1, measure_norm=False
         )
     assert all(x == 0 for x in model.other_buffers), "all pipelines have those of the first one"
     sums = accelerator.reduce(sum(recipe.sample_rows(x).sum(0) for x in metrics))
@@ -95,10 +96,10 @@ def train_pipeline(args, whole, batches, accumulation, clip_norm):
 
 def compare(name, schedule, chunks, accumulation=1, split=None, steps=1, clip=None, weighted=False):
     recipe.compute_loss = weighted_loss if weighted else plain_loss
-    args = SimpleNamespace(schedule=schedule, chunks=chunks, split=split)
+    args = SimpleNamespace(schedule=schedule, chunks=chunks, split=split, clip_norm=clip, seed=0)
     whole, reference, initial = (build_model(name) for _ in range(3))
     batches = make_batches(steps, weighted)
-    model, loss = train_pipeline(args, whole, batches, accumulation, clip)
+    model, loss = train_pipeline(args, whole, batches, accumulation)
     own = accelerator.unwrap_model(model.stage).state_dict()
     stages = recipe.collect_both_stages(accelerator, {"model": own})
     if accelerator.is_main_process:
