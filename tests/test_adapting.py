@@ -1,13 +1,16 @@
 """What docs/adapting.md says to write in a copy, taken from that page: on two processes, stopped in
 mid-training and continued by the same command, it is the uninterrupted run."""
 
+import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, copy, forked, load, outputs
+from conftest import ROOT, copy, forked, load, outputs, train_forked
 from safetensors.torch import load_file
 from test_resume import untimed
+from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow
 
@@ -86,10 +89,10 @@ def compute_loss(model, batch):
     return {"loss": loss, "rare": labels == 1, "sum": inputs.sum(1)}
 """
 DRAW = "[index] = random.choices(range(len(self)), cum_weights=self.weights)"
-WEIGHTS = "self.weights = (1 / labels.bincount()[labels]).cumsum(0).tolist()"
+CUMULATED = "self.weights = (1 / labels.bincount()[labels]).cumsum(0).tolist()"
 WEIGHTED = 'F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")'
 IMBALANCED = IMBALANCED.replace("DRAW", said(DRAW)).replace("LOSS", said(WEIGHTED))
-IMBALANCED = IMBALANCED.replace("WEIGHTS", said(WEIGHTS).replace("self", "train_set"))
+IMBALANCED = IMBALANCED.replace("WEIGHTS", said(CUMULATED).replace("self", "train_set"))
 SCHEDULE = "schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
 COSINE = (
     SCHEDULE,
@@ -149,7 +152,7 @@ def load_data(args, accelerator):
 
 
 def build_model(args):
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
 
 
 def compute_loss(model, batch):
@@ -179,9 +182,6 @@ ANNOTATED = [
     ("accelerator, plain.state_dict()", "accelerator, " + said("ema.module.state_dict()")),
 ]
 GAN = """
-from safetensors.torch import save_file
-
-
 def load_data(args, accelerator):
     whole = 3 + torch.randn(45, 2, generator=torch.Generator().manual_seed(3))
     train_loader = DataLoader(whole[:24], args.batch_size, shuffle=True, drop_last=True)
@@ -237,13 +237,14 @@ GAME = [
     *ROWS[5:7],
     ("    optimizer.step()\n", PASS),
 ]
+EVERY_STEP = ["--epochs", 3, "--checkpoint-every", 1]
 COPIES = {  # of which recipe, how it is changed, what is added, flags, in which step SIGTERM comes
     "early": ("ddp", [change("Early stopping")], NOISY_LINE, ["--epochs", 20, "--lr", 0.5], 10),
     "balanced": ("ddp", [COSINE], IMBALANCED, [], 15),
     "rows": ("ddp", ROWS, NOISY_LINE, ["--epochs", 4], 4),
     "language model": ("ddp", [], MODEL, TEXT, 4),
     "language model, sharded": ("sharded", [], MODEL, TEXT, 4),
-    "pairs": ("ddp", ANNOTATED, PAIRS.replace("STREAMING", "False"), ["--epochs", 3], 4),
+    "pairs": ("ddp", ANNOTATED, PAIRS.replace("STREAMING", "False"), EVERY_STEP, 4),
     "GAN": ("ddp", GAME, GAN, [], 4),
 }
 
@@ -337,3 +338,215 @@ def test_a_group_of_parameters_begins_late_and_a_second_optimizer_early(adapted,
     changed = {name for name, value in early.items() if not torch.equal(value, initial[name])}
     assert changed == {"0.weight", "0.bias"}
     assert not any(torch.equal(value, initial[name]) for name, value in final.items())
+
+
+PRETRAINED = """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
+
+path = "../base"
+
+
+def pretrained():
+    config = AutoConfig.from_pretrained(path)
+    if WHOLE_IS_ELSEWHERE:
+        return AutoModelForCausalLM.CONFIGURED
+    return AutoModelForCausalLM.LOADED
+
+
+def build_model(args):
+    model = pretrained()
+    ADAPTED
+"""
+PRETRAINED = PRETRAINED.replace("CONFIGURED", said("from_config(config, dtype=torch.float32)"))
+PRETRAINED = PRETRAINED.replace(
+    "LOADED", said("from_pretrained(path, dtype=torch.float32).train()")
+)
+META = said("if torch.empty(0).is_meta")[3:]
+LORA = said("return get_peft_model(model, LoraConfig())")
+LORA = MODEL + PRETRAINED.replace("WHOLE_IS_ELSEWHERE", META).replace("ADAPTED", LORA)
+CONFIGURED = PRETRAINED.replace("WHOLE_IS_ELSEWHERE", "True").replace("ADAPTED", "return model")
+SEGMENTS = """
+classes = range(3)
+
+
+def load_data(args, accelerator):
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(3, (37, 4, 4), generator=generator)
+    images = labels[:, None] + torch.randn(37, 1, 4, 4, generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < torch.rand(37, 1, 1)] = 255
+    whole = torch.utils.data.TensorDataset(images, labels)
+    train_set, test_set = (torch.utils.data.Subset(whole, x) for x in (range(16), range(16, 37)))
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
+    return train_loader, DataLoader(test_set, args.batch_size)
+
+
+def build_model(args):
+    return nn.Conv2d(1, 3, 1)
+
+
+def compute_loss(model, batch):
+    images, labels = batch
+    logits = model(images)
+    losses = F.cross_entropy(logits, labels, ignore_index=255, reduction="none")
+    valid = (labels != 255).sum((1, 2))
+    values = {"loss": losses.sum((1, 2)) / valid.clamp(min=1), "weight": valid}
+    found = torch.where(labels == 255, -1, logits.argmax(1))
+    for c in classes:
+        inter, union = (found == c) & (labels == c), (found == c) | (labels == c)
+        values[f"inter{c}"] = inter.sum((1, 2)) / valid.clamp(min=1)
+        values[f"union{c}"] = union.sum((1, 2)) / valid.clamp(min=1)
+    return values
+"""
+SEGMENTS = SEGMENTS.replace("torch.rand(37, 1, 1)", "torch.rand(37, 1, 1, generator=generator)")
+WRITE = '        metrics.write("evaluation", test)'
+RATIO = said('sum(test[f"test_inter{c}"] / test[f"test_union{c}"] for c in classes) / len(classes)')
+RATIO = WRITE, f'        test["test_miou"] = {RATIO}\n{WRITE}'
+BASE = ["--cpu", "--global-batch-size", 8, "--epochs", 1, "--log-every", 1]
+WEIGHTS = ["--weights", "../base/model.safetensors"]
+FROM_BASE = [*BASE, "--text", "../text.txt", "--length", 128, "--lr", 3e-3]
+OTHERS = {  # as above, but of how many processes, and all flags
+    "model": (1, "ddp", [], MODEL, [*FROM_BASE, "--epochs", 2, "--batch-size", 4]),
+    "pairs": (1, "ddp", *COPIES["pairs"][1:3], [*BASE, *EVERY_STEP, "--batch-size", 4]),
+    "LoRA": (2, "ddp", [], LORA, FROM_BASE),
+    "LoRA, sharded": (2, "sharded", [], LORA, FROM_BASE),
+    "weights": (2, "sharded", [], MODEL + CONFIGURED, [*FROM_BASE, "--epochs", 0, *WEIGHTS]),
+    "segments": (2, "ddp", [RATIO], SEGMENTS, BASE),
+}
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """{name: output, directory and files} of the runs of OTHERS."""
+    directory = tmp_path_factory.mktemp("others")
+    (directory / "text.txt").write_text(PAGE[:8000])
+    pretrained_model().save_pretrained(directory / "base")
+    runs = []
+    for name, (processes, recipe, lines, project, flags) in OTHERS.items():
+        path = directory / f"{name}.py"
+        script = copy(f"{recipe}_cifar", path, *lines, project="\n\n" + project)
+        runs.append((processes, script, flags))
+    return dict(zip(OTHERS, train_forked(directory, *runs), strict=True))
+
+
+def functions(project):
+    """The functions of a project, and what a recipe has, as a namespace."""
+    space = dict(vars(load("recipes/ddp_cifar.py")))
+    exec(project, space)
+    return space
+
+
+def pretrained_model():
+    torch.manual_seed(7)
+    return functions(MODEL)["build_model"](None).bfloat16()
+
+
+def test_the_loss_of_the_language_model_is_the_mean_over_all_tokens(adapted, others):
+    """However many processes there are, sharded or not: bounds for fourteen steps of AdamW."""
+    directories = [adapted[name][0] for name in ("language model", "language model, sharded")]
+    whole, sharded = (outputs(directory / "whole") for directory in directories)
+    space = functions(MODEL)
+    args = SimpleNamespace(text=directories[0] / "text.txt", length=128, batch_size=1)
+    model = space["build_model"](args)
+    model.load_state_dict(load_file(whole["weights"]), strict=False)  # one of the tied names
+    losses = []
+    for tokens in space["load_data"](args, None)[1]:
+        assert (tokens >= 0).all(), "a batch of one sequence is not padded"
+        logits = model.double()(tokens[:, :-1]).logits[0]
+        losses.append(F.cross_entropy(logits, tokens[0, 1:], reduction="none").detach())
+    assert len({len(loss) for loss in losses}) == 2, "the last one is shorter"
+    exact = torch.cat(losses).mean().item()
+    for run in (whole, sharded, vars(others["model"])):
+        assert run["summary"]["test_loss"] == pytest.approx(exact, rel=1e-4)
+    assert whole["train"][-1]["loss"] < 0.8 * whole["train"][0]["loss"]
+    assert whole["summary"]["peak_learning_rate"] == 3e-3, "whatever the global batch is"
+    (_, printed), *_ = adapted["language model"][1]
+    assert "Removed shared tensor" in printed and "Removed\nshared tensor" in PAGE
+
+
+def test_pairs_and_noise_are_those_of_a_microbatch(adapted, others):
+    """On one process and on two; but not the pairs of the test set, whose last batch is padded."""
+    two, one = outputs(adapted["pairs"][0] / "whole"), vars(others["pairs"])
+    for name in ("loss", "alone"):
+        values = [[line[name] for line in run["train"]] for run in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+    (first, second) = (run["summary"] for run in (one, two))
+    assert first["test_alone"] == pytest.approx(second["test_alone"], rel=1e-5)
+    assert first["test_loss"] != pytest.approx(second["test_loss"], rel=1e-3)
+
+
+def test_the_average_of_the_weights_is_evaluated_and_saved(adapted):
+    run = adapted["pairs"][0] / "whole"
+    paths = sorted(run.glob("step-*.pt"))
+    states = [torch.load(path, weights_only=True)["states"]["model"] for path in paths]
+    average = states[0]
+    for state in states[1:]:
+        average = {name: 0.9 * average[name] + 0.1 * state[name] for name in state}
+    saved = load_file(run / "model.safetensors")
+    assert len(paths) == 9 and saved.keys() == average.keys()
+    for name, weights in saved.items():
+        torch.testing.assert_close(weights, average[name])
+        assert not torch.allclose(weights, states[-1][name])
+
+
+def test_the_traces_of_two_steps(adapted):
+    directory = adapted["pairs"][0] / "trace"
+    assert {path.name for path in directory.iterdir()} == {"3", "4"}
+    for path in (directory / "3/profile_0.json", directory / "4/profile_1.json"):
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert {"aten::addmm", "gloo:all_reduce"} <= names
+
+
+def test_both_players_of_the_gan_are_trained(adapted):
+    recipe = load("recipes/ddp_cifar.py")
+    recipe.seed_rng(0)
+    initial = functions(GAN)["build_model"](None).state_dict()
+    final = load_file(adapted["GAN"][0] / "whole/model.safetensors")
+    assert not any(torch.equal(value, initial[name]) for name, value in final.items())
+
+
+def test_lora_trains_its_own_parameters_of_a_pretrained_model_and_saves_all(others):
+    plain, sharded = (load_file(others[name].weights) for name in ("LoRA", "LoRA, sharded"))
+    base = pretrained_model().state_dict()
+    trained = 0
+    for name, weights in plain.items():
+        torch.testing.assert_close(sharded[name], weights)
+        original = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        if "lora_B" in name:
+            trained += weights.count_nonzero() > 0
+        elif "lora_A" not in name:
+            assert torch.equal(weights, base.pop(original).float()), name
+    assert trained == 2 * 4 and len(base) == 1, "all but one name of the tied weights"
+    path = others["LoRA"].directory / "step-00000007.pt"
+    assert len(torch.load(path, weights_only=True)["states"]["model"]) > len(plain)
+
+
+def test_weights_for_a_model_from_its_config(others):
+    run = others["weights"]
+    assert "not: lm_head.weight" in run.output
+    assert run.summary["test_loss"] == pytest.approx(others["LoRA"].summary["test_loss"], rel=0.1)
+    saved, base = load_file(run.weights), pretrained_model().state_dict()
+    assert all(torch.equal(weights, base[name].float()) for name, weights in saved.items())
+
+
+def test_ratios_of_sums_are_those_of_the_whole_test_set(others):
+    space = functions(SEGMENTS)
+    model = space["build_model"](None)
+    model.load_state_dict(load_file(others["segments"].weights))
+    images, labels = next(iter(space["load_data"](SimpleNamespace(batch_size=21), None)[1]))
+    found, valid = model(images).argmax(1), labels != 255
+    assert len(images) == 21 and 0 < valid.sum() < valid.numel()
+    ratios = []
+    for c in range(3):
+        inter = (found == c) & (labels == c) & valid
+        union = ((found == c) | (labels == c)) & valid
+        ratios.append(inter.sum().item() / union.sum().item())
+    assert others["segments"].evaluations[-1]["test_miou"] == pytest.approx(sum(ratios) / 3)
+
+
+STREAMED = PAIRS.replace("STREAMING", "True")
+
+
+@pytest.mark.copied("ddp_cifar", project=STREAMED)
+def test_a_streamed_dataset_is_an_error(outcome):
+    assert "cannot be resumed exactly: use a map-style Dataset" in outcome.output, outcome.output
