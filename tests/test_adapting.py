@@ -1,6 +1,7 @@
 """What docs/adapting.md says to write in a copy, taken from that page: on two processes, stopped in
 mid-training and continued by the same command, it is the uninterrupted run."""
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -241,47 +242,34 @@ COPIES = {  # of which recipe, how it is changed, what is added, flags, in which
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory, request):
-    """{what: directory and answers} of the copies that the selected tests need: an uninterrupted
-    run, one that is stopped and the same command again, and the same command on the first one."""
-    found = {}
-    items = [item for item in request.session.items if item.path == request.path]
-    for what in {item.callspec.params.get("what") for item in items if hasattr(item, "callspec")}:
-        directory = tmp_path_factory.mktemp(what)
-        recipe, lines, project, flags, stop_at = COPIES[what]
-        lines = [*lines, (ADDED, f"{ADDED}, stop_at(step, stop)")]
-        path = directory / "mine.py"
-        script = copy(f"{recipe}_cifar", path, *lines, project="\n\n" + project + STOP)
-        (directory / "text.txt").write_text(PAGE[:8000])
-        flags = [
-            "--cpu",
-            "--epochs",
-            2,
-            "--keep",
-            9,
-            "--log-every",
-            1,
-            "--global-batch-size",
-            8,
-            *flags,
-        ]
-        run = {"processes": 2, "script": script, "directory": directory, "grace": 30}
-        whole, stopped = (
-            {**run, "flags": [*flags, "--output-dir", name]} for name in ("whole", "stopped")
-        )
-        runs = [whole, {**stopped, "env": {"STOP_AT": str(stop_at)}}, stopped]
-        (codes, _), *others = answers = forked(
-            [*runs, whole][: 4 if what == "early" else 3], directory, imports=IMPORTS
-        )
-        assert codes == [0, 0] and others[0][0] == [143, 143], answers
-        assert others[1][0] == [0, 0], others[1][1]
-        found[what] = directory, answers
-    return found
+def adapted(tmp_path_factory):
+    """A function that returns a copy's directory and the answers of its runs, made when first asked
+    for: an uninterrupted run, one that is stopped and the same command again, and the same command
+    on the first one."""
+    return functools.cache(lambda what: run_copy(what, tmp_path_factory.mktemp("copy")))
+
+
+def run_copy(what, directory):
+    recipe, lines, project, flags, stop_at = COPIES[what]
+    lines = [*lines, (ADDED, f"{ADDED}, stop_at(step, stop)")]
+    project = f"\n\n{project}{STOP}"
+    script = copy(f"{recipe}_cifar", directory / "mine.py", *lines, project=project)
+    (directory / "text.txt").write_text(PAGE[:8000])
+    common = ["--cpu", "--epochs", 2, "--keep", 9, "--log-every", 1, "--global-batch-size", 8]
+    run = {"processes": 2, "script": script, "directory": directory, "grace": 30}
+    whole, stopped = (
+        {**run, "flags": [*common, *flags, "--output-dir", name]} for name in ("whole", "stopped")
+    )
+    runs = [whole, {**stopped, "env": {"STOP_AT": str(stop_at)}}, stopped, whole]
+    answers = forked(runs[: 4 if what == "early" else 3], directory, imports=IMPORTS)
+    codes = [codes for codes, _ in answers]
+    assert codes[:3] == [[0, 0], [143, 143], [0, 0]], answers
+    return directory, answers
 
 
 @pytest.mark.parametrize("what", COPIES)
 def test_stopped_in_mid_training_and_continued_a_copy_is_the_uninterrupted_run(adapted, what):
-    directory, _ = adapted[what]
+    directory, _ = adapted(what)
     whole, stopped = (outputs(directory / name) for name in ("whole", "stopped"))
     begin = stopped["summary"]["resumed_from"]
     assert begin == COPIES[what][4] + 1 and begin % whole["summary"]["steps_per_epoch"]
@@ -290,9 +278,8 @@ def test_stopped_in_mid_training_and_continued_a_copy_is_the_uninterrupted_run(a
     assert whole["weights"].read_bytes() == stopped["weights"].read_bytes()
 
 
-@pytest.mark.parametrize("what", ["early"])
-def test_early_stopping_ends_the_run_and_the_same_command_trains_no_more(adapted, what):
-    directory, answers = adapted[what]
+def test_early_stopping_ends_the_run_and_the_same_command_trains_no_more(adapted):
+    directory, answers = adapted("early")
     run = outputs(directory / "whole")
     losses = [line["test_loss"] for line in run["evaluations"]]
     best = losses.index(min(losses))
@@ -304,9 +291,8 @@ def test_early_stopping_ends_the_run_and_the_same_command_trains_no_more(adapted
     assert run["summary"]["test_loss"] == losses[-1]
 
 
-@pytest.mark.parametrize("what", ["balanced"])
-def test_each_class_is_drawn_as_often_as_any_other(adapted, what):
-    run = outputs(adapted[what][0] / "whole")
+def test_each_class_is_drawn_as_often_as_any_other(adapted):
+    run = outputs(adapted("balanced")[0] / "whole")
     rare = [line["rare"] for line in run["train"]]
     assert run["summary"]["test_rare"] == 12 / 96, "the test set stays, class weights or not"
     epochs = [sum(part) / 12 for part in (rare[:12], rare[12:])]
@@ -316,9 +302,8 @@ def test_each_class_is_drawn_as_often_as_any_other(adapted, what):
     assert sum(sums[:12]) != pytest.approx(sum(sums[12:]), abs=1e-3), "each epoch draws anew"
 
 
-@pytest.mark.parametrize("what", ["rows"])
-def test_a_group_of_parameters_begins_late_and_a_second_optimizer_early(adapted, what):
-    directory, _ = adapted[what]
+def test_a_group_of_parameters_begins_late_and_a_second_optimizer_early(adapted):
+    directory, _ = adapted("rows")
     recipe = load("recipes/ddp_cifar.py")
     space = {**vars(recipe)}
     exec(NOISY_LINE, space)
@@ -433,7 +418,7 @@ def pretrained_model():
 
 def test_the_loss_of_the_language_model_is_the_mean_over_all_tokens(adapted, others):
     """However many processes there are, sharded or not: bounds for fourteen steps of AdamW."""
-    directories = [adapted[name][0] for name in ("language model", "language model, sharded")]
+    directories = [adapted(name)[0] for name in ("language model", "language model, sharded")]
     whole, sharded = (outputs(directory / "whole") for directory in directories)
     space = functions(MODEL)
     args = SimpleNamespace(text=directories[0] / "text.txt", length=128, batch_size=1)
@@ -450,13 +435,13 @@ def test_the_loss_of_the_language_model_is_the_mean_over_all_tokens(adapted, oth
         assert run["summary"]["test_loss"] == pytest.approx(exact, rel=1e-4)
     assert whole["train"][-1]["loss"] < 0.8 * whole["train"][0]["loss"]
     assert whole["summary"]["peak_learning_rate"] == 3e-3, "whatever the global batch is"
-    (_, printed), *_ = adapted["language model"][1]
+    (_, printed), *_ = adapted("language model")[1]
     assert "Removed shared tensor" in printed and said("Removed shared tensor")
 
 
 def test_pairs_and_noise_are_those_of_a_microbatch(adapted, others):
     """On one process and on two; but not the pairs of the test set, whose last batch is padded."""
-    two, one = outputs(adapted["pairs"][0] / "whole"), vars(others["pairs"])
+    two, one = outputs(adapted("pairs")[0] / "whole"), vars(others["pairs"])
     for name in ("loss", "alone"):
         values = [[line[name] for line in run["train"]] for run in (one, two)]
         assert values[0] == pytest.approx(values[1], rel=1e-5)
@@ -466,7 +451,7 @@ def test_pairs_and_noise_are_those_of_a_microbatch(adapted, others):
 
 
 def test_the_average_of_the_weights_is_evaluated_and_saved(adapted):
-    run = adapted["pairs"][0] / "whole"
+    run = adapted("pairs")[0] / "whole"
     paths = sorted(run.glob("step-*.pt"))
     states = [torch.load(path, weights_only=True)["states"]["model"] for path in paths]
     average = states[0]
@@ -480,7 +465,7 @@ def test_the_average_of_the_weights_is_evaluated_and_saved(adapted):
 
 
 def test_the_traces_of_two_steps(adapted):
-    directory = adapted["pairs"][0] / "trace"
+    directory = adapted("pairs")[0] / "trace"
     assert {path.name for path in directory.iterdir()} == {"3", "4"}
     for path in (directory / "3/profile_0.json", directory / "4/profile_1.json"):
         names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
@@ -491,7 +476,7 @@ def test_both_players_of_the_gan_are_trained(adapted):
     recipe = load("recipes/ddp_cifar.py")
     recipe.seed_rng(0)
     initial = functions(GAN)["build_model"](None).state_dict()
-    final = load_file(adapted["GAN"][0] / "whole/model.safetensors")
+    final = load_file(adapted("GAN")[0] / "whole/model.safetensors")
     assert not any(torch.equal(value, initial[name]) for name, value in final.items())
 
 
