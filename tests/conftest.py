@@ -128,11 +128,12 @@ def pytest_sessionfinish():
         fork_server().communicate()
 
 
-def forked(runs, directory, together=1, **env):
+def forked(runs, directory, together=1, imports=(), **env):
     """[exit codes by rank, output] of each of these runs, which need no launcher; see
     programs/forked.py."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     request = {"runs": runs, "directory": directory, "together": together, "env": env}
+    request["imports"] = imports
     with one_request:
         server = fork_server()
         server.stdin.write(json.dumps(request, default=str) + "\n")

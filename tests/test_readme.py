@@ -28,7 +28,7 @@ RECIPES = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
 OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_restarts "
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
-OTHERS += "--photos --evaluate-on --pictures"
+OTHERS += "--photos --evaluate-on --pictures --text --length"
 
 
 def section(page, title):
@@ -84,7 +84,7 @@ def flags_of(recipe):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_read_to_its_end(name):
     lines = PAGES[name].splitlines()
-    assert len(lines) <= (80 if name == "CONTRIBUTING.md" else 150)
+    assert len(lines) <= {"CONTRIBUTING.md": 80, "docs/adapting.md": 180}.get(name, 150)
     too_long = [x for x in lines if len(x) > (140 if x.startswith("|") else 100)]
     assert not too_long
     assert len(README) <= 9000

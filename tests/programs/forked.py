@@ -3,7 +3,8 @@ processes, without a launcher: forked from this one, which has imported what rec
 trainings take a minute. conftest.py starts it once and writes to its stdin, in one line of JSON:
 
     {"runs": [...], "directory": ..., "env": {...},
-     "together": how many side by side, each on its share of the cores}
+     "together": how many side by side, each on its share of the cores,
+     "imports": modules that they need besides}
 
 A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its
 `flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience` in
@@ -15,6 +16,7 @@ for each; where patience has ended a run, the output's last line says so.
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -147,6 +149,9 @@ class Execution:
 
 
 def serve(request):
+    for name in request["imports"]:
+        importlib.import_module(name)
+    gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
     together = request["together"]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = max(1, len(cores) // min(together, len(request["runs"])))
@@ -174,7 +179,6 @@ def serve(request):
 
 
 resource_tracker.ensure_running()  # one for all, instead of one for each process
-gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
 while line := sys.stdin.readline():
     answer = json.dumps(serve(json.loads(line)))
     print(answer, flush=True)
