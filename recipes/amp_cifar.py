@@ -236,7 +236,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 1b333af7f3b6: the same text, byte for byte, in all recipes
+# ============================= machinery e058b391266e: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -419,9 +419,10 @@ class Steps:
         """Yield (step, its microbatches) for what is left of an epoch."""
         before = epoch * self.per_epoch
         done = max(before, self.done)
+        set_epoch(self.loader, epoch)
         skipped = (done - before) * self.accumulation
         loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
-        set_epoch(loader, epoch)  # of the one that is read: before Accelerate 1.15 it has its own
+        set_epoch(loader, epoch)  # before Accelerate 1.15 it has an epoch of its own
         batches = iter(loader)
         for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
             began = time.perf_counter()

@@ -180,13 +180,14 @@ def main():
         step = 0
         newest = {}
         for epoch in range(math.ceil(total_steps / len(train_loader))):
-            train_loader.set_epoch(epoch)  # another order, other crops and flips
+            train_loader.set_epoch(epoch)  # another order
+            train_loader.dataset.set_epoch(epoch)  # other crops and flips
             sums = {"loss": 0, "accuracy": 0}
             samples = 0
             clock = time.perf_counter()
             for batch in train_loader:
                 step += 1
-                seed_rng(args.seed, step, 0, 0)  # as ddp_cifar.py on one process
+                seed_rng(args.seed, step, 0)  # as ddp_cifar.py on one process
                 metrics = compute_loss(model, batch)
                 accelerator.backward(metrics["loss"].mean())
                 learning_rate = scheduler.get_last_lr()[0]
