@@ -1172,19 +1172,23 @@ def shard(model, args, mesh):
     """
     model.to(memory_format=torch.contiguous_format)  # FSDP needs it; activations are channels_last
     norms = set()
-    policy = fsdp.MixedPrecisionPolicy()
-    for_root = policy
+    options = {}
     if args.precision == "bf16":
         # Norms with running statistics stay in fp32, as these are. LayerNorm is another class.
         norms = {x for x in model.modules() if isinstance(x, nn.modules.batchnorm._NormBase)}
-        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        # The loss is computed in fp32.
-        for_root = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if norms and hasattr(fsdp.MixedPrecisionPolicy, "param_dtype_override_fn"):
+        # From torch 2.15 on they need no groups of their own, which cost 15% on CPU.
+        in_fp32 = {p for norm in norms for p in norm.parameters()}
+        options["param_dtype_override_fn"] = lambda p: p.dtype if p in in_fp32 else None
+        norms = set()
     for unit in shard_units(model):
         if args.activation_checkpointing:
             checkpoint_activations(unit)
-        shard_unit(unit, norms, mesh, policy)
-    shard_unit(model, norms, mesh, for_root)
+        shard_unit(unit, norms, mesh, fsdp.MixedPrecisionPolicy(**options))
+    if options:
+        options["output_dtype"] = torch.float32  # for the loss
+    shard_unit(model, norms, mesh, fsdp.MixedPrecisionPolicy(**options))
 
 
 def shard_unit(unit, norms, mesh, policy):
