@@ -3,13 +3,13 @@
 
     python benchmarks/bench.py
     python benchmarks/bench.py --recipes plain_ddp "ddp_cifar --compile" --data cifar10
-    python benchmarks/bench.py --memory  # GPU memory, computed: see memory.py
 
 A configuration is a recipe, with flags, on a number of processes. All of them run once per round,
 so that a drift of the machine's speed affects them alike; ratios are taken within a round. A run is
 the recipe's own `main` under `accelerate launch` with --max-steps, but its epoch does not end, and
 it neither evaluates nor saves (see `run_recipe`). plain_ddp.py runs as it is, and the time is that
-at which its lines arrive.
+at which its lines arrive. A line takes time, too: a run has one in the middle, where its warm-up
+ends, and one at its end.
 
 Writes all samples (JSON, after each run) and a table (Markdown) to --output-dir; `make results`
 publishes them. A configuration that this hardware cannot run, or has no memory for, is "n/a" with
@@ -34,7 +34,6 @@ import threading
 import time
 from datetime import date
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -86,7 +85,7 @@ class Configuration:
 
     def why_not(self):
         """Return why a run would say nothing, or None: a CPU that emulates bf16."""
-        if GPUS or has_bf16():  # the recipes say themselves what a GPU cannot do
+        if GPUS or bf16_instructions():  # the recipes say themselves what a GPU cannot do
             return None
         words = " ".join(self.flags).replace("=", " ").split()
         precision = "bf16" if self.name == "amp_cifar" else "fp32"
@@ -108,12 +107,12 @@ class Configuration:
 
     def command(self, args, output_dir):
         processes, batch = self.processes, args.batch_size
-        flags = ["--max-steps", args.steps, "--log-every", args.warmup_steps]
+        flags = ["--max-steps", 2 * args.steps, "--log-every", args.steps]
         flags += ["--data", args.data, "--data-dir", args.data_dir]
         flags += ["--model", args.model, "--stem", args.stem, *([] if GPUS else ["--cpu"])]
         if self.name == BASELINE:
             line = [sys.executable, ROOT / f"benchmarks/{BASELINE}.py", "--processes", processes]
-            line += ["--samples", args.steps * batch * processes]
+            line += ["--samples", 2 * args.steps * batch * processes]
         else:
             if self.name == "data_parallel_cifar":  # its batch is that of all GPUs
                 processes, batch = 1, batch * processes
@@ -216,25 +215,24 @@ def stop(process):
 
 
 def sample_of_baseline(lines):
-    """Return the figures of a run from its lines, after the first line with a loss."""
+    """Return the figures of a run from its lines: between the last two with a loss."""
     found = [(when, LINE_OF_BASELINE.match(line)) for when, line in lines]
     losses = [(when, int(match[1])) for when, match in found if match]
-    (warm, before), (end, after) = losses[0], losses[-1]
+    (warm, before), (end, after) = losses[-2:]
     [peak] = re.findall(r"^peak memory (\S+) GiB", lines[-1][1])
     return as_sample(after - before, end - warm, float(peak), warm - lines[0][0])
 
 
 def sample_of_recipe(directory, launched):
-    """Return the figures of a run from its files, after the first line of metrics."""
+    """Return the figures of a run from its files: between the last two lines of metrics."""
     batch = json.loads(Path(directory, "summary.json").read_text())["global_batch_size"]
     text = Path(directory, "metrics.jsonl").read_text()
     lines = [line for line in map(json.loads, text.splitlines()) if line["event"] == "train"]
-    seconds = 0.0
-    for before, line in pairwise(lines):
-        seconds += batch * (line["step"] - before["step"]) / line["samples_per_second"]
-    samples = batch * (lines[-1]["step"] - lines[0]["step"])
-    peak = lines[-1].get("peak_memory_gib")  # data_parallel_cifar.py does not measure it
-    return as_sample(samples, seconds, peak, lines[0]["time"] - launched)
+    warm, end = lines[-2:]
+    samples = batch * (end["step"] - warm["step"])
+    seconds = samples / end["samples_per_second"]
+    peak = end.get("peak_memory_gib")  # data_parallel_cifar.py does not measure it
+    return as_sample(samples, seconds, peak, warm["time"] - launched)
 
 
 def as_sample(samples, seconds, peak_memory_gib, start_seconds):
@@ -247,9 +245,10 @@ def as_sample(samples, seconds, peak_memory_gib, start_seconds):
     }
 
 
-def has_bf16():
-    """Return whether this CPU has instructions for bf16."""
-    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+def bf16_instructions():
+    """Return the names of this CPU's instruction sets for bf16: of AMX, of AVX-512, of Arm."""
+    found = torch.cpu.get_capabilities().items()
+    return sorted(name for name, has in found if has and "bf16" in name)
 
 
 def load(path):
@@ -286,7 +285,9 @@ def hardware():
     if not GPUS:
         cpuinfo = Path("/proc/cpuinfo")
         found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-        return f"{CORES} cores of {found[1] if found else platform.processor()}"
+        name = found[1] if found else platform.processor()
+        sets = [torch.backends.cpu.get_cpu_capability(), *bf16_instructions()]
+        return f"{CORES} cores of {name} ({', '.join(sets)})"
     tried = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     answer = subprocess.run(tried, capture_output=True, text=True)
     if answer.returncode:
@@ -347,8 +348,8 @@ def notes(args, configurations):
         f"{args.hardware}; {versions}; Python {platform.python_version()}; {date.today()}; "
         f"commit {args.commit}.",
         f"{model}; {counts} process(es), each with batch {args.batch_size}; data {args.data}. "
-        f"{args.measured}, configurations in turn; runs of {args.steps} steps without the first "
-        f"{args.warmup_steps}, which are warm-up.",
+        f"{args.measured}, configurations in turn; each run has {args.steps} steps after as many "
+        "of warm-up.",
     ]
     for one in configurations:
         if one.unavailable:
@@ -415,9 +416,7 @@ def parse_args():
     names = {"nargs": "+", "metavar": "RECIPE", "default": gpu_recipes if GPUS else RECIPES}
     numbers = {"nargs": "+", "type": int, "choices": (1, 2, 4, 8)}
     # On a GPU the model has to be large enough that launching kernels does not limit it.
-    stem, batch_size, steps, warmup_steps = (
-        ("cifar", 512, 100, 20) if GPUS else ("imagenet", 128, 8, 2)
-    )
+    stem, batch_size, steps = ("cifar", 512, 50) if GPUS else ("imagenet", 128, 5)
     add("--recipes", help="names; with own flags in quotes", **names)
     add("--processes", help="or GPUs", default=sorted({1, counts[-1]}), **numbers)
     add("--data", help="kind of data", choices=("cifar10", "synthetic"), default="synthetic")
@@ -427,20 +426,15 @@ def parse_args():
     add("--batch-size", help="samples per process", type=int, default=batch_size)
     add("--rounds", help="runs of each configuration", type=int, default=3)
     add("--minutes", help="time after which no round may end", type=float, default=9.7)
-    add("--steps", help="optimizer steps of a run", type=int, default=steps)
-    add("--warmup-steps", help="those not measured", type=int, default=warmup_steps)
+    add("--steps", help="steps of a run, after as many of warm-up", type=int, default=steps)
     add("--timeout", help="seconds after which a run is ended", type=float, default=900)
     add("--output-dir", help="folder of the results", default="runs/bench")
-    memory = {"nargs": argparse.REMAINDER, "metavar": "RECIPE", "default": argparse.SUPPRESS}
-    add("--memory", help="compute the GPU memory of the recipes, or of a file's model", **memory)
     args = parser.parse_args()
     for recipe in args.recipes:
         if recipe.split()[:1] not in [[name] for name in RECIPES]:
             parser.error(f"argument --recipes: {recipe!r} is none of {', '.join(RECIPES)}")
-    if min(args.batch_size, args.rounds, args.warmup_steps) < 1:
-        parser.error("--batch-size, --rounds and --warmup-steps begin at 1")
-    if args.steps < 2 * args.warmup_steps:
-        parser.error("--steps: choose at least twice --warmup-steps")
+    if min(args.batch_size, args.rounds, args.steps) < 1:
+        parser.error("--batch-size, --rounds and --steps begin at 1")
     if GPUS and max(args.processes) > GPUS:
         parser.error(f"argument --processes: {max(args.processes)}, but {GPUS} GPU(s)")
     return args
@@ -469,10 +463,6 @@ def measure(configurations, args, console):
 
 def main():
     args = parse_args()
-    if hasattr(args, "memory"):
-        import memory
-
-        return memory.main(args.memory)
     args.hardware = hardware()
     args.commit = commit()  # before the measurement, during which somebody may go on working
     args.measured = "No whole round"

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memory
 from bench import ROOT
 from rich.console import Console
 from rich.text import Text
@@ -134,11 +135,9 @@ def drawn_screen(text):
 
 
 def memory_page():
-    """Return what bench.py --memory prints, with its command."""
-    import memory
-
+    """Return what memory.py prints, with its command."""
     table, _, notes = "\n".join(memory.lines(ROOT / "recipes/ddp_cifar.py", [])).partition("\n\n")
-    return f"{table}\n\n`python benchmarks/bench.py --memory`\n\n{notes}\n"
+    return f"{table}\n\n`python benchmarks/memory.py`\n\n{notes}\n"
 
 
 def filled(page):

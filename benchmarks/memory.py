@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a batch fits into a GPU with each recipe, computed without a GPU.
 
-    python benchmarks/bench.py --memory
-    python benchmarks/bench.py --memory mine.py --model large  # a copy of a recipe, and its flags
+    python benchmarks/memory.py
+    python benchmarks/memory.py mine.py --model large  # a copy of a recipe, and its flags
 
 An optimizer step runs on fake tensors, which have shapes but no memory, while torch's MemTracker
 adds up the bytes that are alive; FSDP and pipelines run over a process group without peers. Two
 batch sizes give the memory as a line over the batch size.
 """
 
+import argparse
 import gc
 import inspect
 import sys
@@ -224,7 +225,16 @@ def lines(path, flags):
     yield NOTES
 
 
-def main(words):
-    path, *flags = words or [ROOT / "recipes/ddp_cifar.py"]
-    for line in lines(path, flags):
+def main():
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add("recipe", nargs="?", default=ROOT / "recipes/ddp_cifar.py", help="file of a recipe's copy")
+    add("flags", nargs=argparse.REMAINDER, help="those of the copy")
+    args = parser.parse_args()
+    for line in lines(args.recipe, args.flags):
         print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ def main(tmp_path, monkeypatch):
 
         monkeypatch.setattr(bench.Configuration, "run", run)
         monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
-        monkeypatch.setattr(bench, "has_bf16", lambda: True)
+        monkeypatch.setattr(bench, "bf16_instructions", lambda: ["amx_bf16"])
         monkeypatch.setenv("COLUMNS", "80")
         command = ["bench.py", "--recipes", *outcomes, "--processes", "1"]
         command += ["--output-dir", str(tmp_path / "out"), *flags]
@@ -57,7 +57,7 @@ def written(tmp_path):
 def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
     """The baseline is measured; Ctrl-C comes while a recipe trains that would train for hours."""
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--model", "simple_cnn"]
-    command += ["--batch-size", "8", "--warmup-steps", "1", "--steps", "4", "--processes", "2"]
+    command += ["--batch-size", "8", "--steps", "3", "--processes", "2"]
     command += ["--recipes", "plain_ddp --workers 0", "ddp_cifar --max-steps 1000000"]
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -84,7 +84,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md"}
     baseline, endless = written(tmp_path)[".json"]["configurations"]
     [sample] = baseline["samples"]
-    assert sample["measured_samples"] == (4 - 1) * 8 * 2 == 48
+    assert sample["measured_samples"] == 3 * 8 * 2
     assert sample["samples_per_second"] * sample["measured_seconds"] == pytest.approx(48)
     assert 1 < sample["start_seconds"] < 300 and 0.1 < sample["peak_memory_gib"] < 64
     assert endless["samples"] == [] and endless["failure"] is None
@@ -95,13 +95,18 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
 def runs(tmp_path_factory):
     """What `bench.py run` and overhead.py leave behind, and print."""
     directory = tmp_path_factory.mktemp("runs")
-    small = ["--data", "synthetic", "--model", "simple_cnn", "--batch-size", 16, "--cpu"]
-    measuring = [*small, "--log-every", 2, "--max-steps", 6, "--output-dir", "out"]
-    overhead = [*small, "--rounds", 1, "--steps", 1]
+    small = {"data": "synthetic", "model": "simple_cnn", "batch_size": 16}
+    args = SimpleNamespace(**small, data_dir="data", stem="imagenet", steps=2)
+
+    def measuring(recipe, processes):
+        command = bench.Configuration(recipe, processes).command(args, "out")
+        return command[command.index("run") :]  # without the launcher
+
+    overhead = ["--data", "synthetic", "--model", "simple_cnn", "--batch-size", 16, "--cpu"]
     described = [
-        ("bench", 2, ["run", "ddp_cifar", *measuring]),
-        ("bench", 1, ["run", "data_parallel_cifar", *measuring]),
-        ("overhead", 2, ["amp_cifar", *overhead]),
+        ("bench", 2, measuring("ddp_cifar", 2)),
+        ("bench", 1, measuring("data_parallel_cifar", 1)),
+        ("overhead", 2, ["amp_cifar", *overhead, "--rounds", 1, "--steps", 1]),
     ]
     requests = []
     for index, (program, processes, flags) in enumerate(described):
@@ -119,14 +124,13 @@ def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(index, proc
     directory = runs[0] / str(index) / "out"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["event"] == "train"]
-    assert [line["step"] for line in train] == [2, 4, 6] and {x["epoch"] for x in lines} == {1}
+    assert [line["step"] for line in train] == [2, 4] and {x["epoch"] for x in lines} == {1}
     summary = json.loads((directory / "summary.json").read_text())
     assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
     assert summary.get("steps_per_epoch", 10**7) > 10**6  # over the same images again and again
     sample = bench.sample_of_recipe(directory, train[0]["time"] - 5)
-    assert sample["measured_samples"] == 4 * 16 * processes and sample["start_seconds"] == 5
-    seconds = sum(32 * processes / line["samples_per_second"] for line in train[1:])
-    assert sample["measured_seconds"] == pytest.approx(seconds)
+    assert sample["measured_samples"] == 2 * 16 * processes and sample["start_seconds"] == 5
+    assert sample["samples_per_second"] == pytest.approx(train[1]["samples_per_second"])
     assert sample["peak_memory_gib"] == train[-1].get("peak_memory_gib")
 
 
@@ -136,6 +140,14 @@ def test_overhead_times_each_part_of_a_step(runs):
     assert list(found) == ["recipe", "cached", "plain torch", "without DDP", "convolutions"]
     assert "2 processes" in outputs[2] and outputs[2].count(" speed ") == 4
     assert list((directory / "2").iterdir()) == []
+
+
+def test_a_cpu_is_named_with_its_instruction_sets(monkeypatch):
+    level = bench.torch.backends.cpu.get_cpu_capability()
+    for has_amx, named in ((True, "amx_bf16, avx512_bf16"), (False, "avx512_bf16")):
+        found = {"avx512_bf16": True, "avx2": True, "amx_bf16": has_amx}
+        monkeypatch.setattr(bench.torch.cpu, "get_capabilities", found.copy)
+        assert bench.hardware().endswith(f" ({level}, {named})")
 
 
 def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
@@ -199,7 +211,7 @@ OUT_OF_MEMORY = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
     ],
 )
 def test_how_a_run_may_end(script, failure, unavailable, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "has_bf16", lambda: True)
+    monkeypatch.setattr(bench, "bf16_instructions", lambda: ["amx_bf16"])
     command = ["sh", "-c", script + "; exit 1"]
     monkeypatch.setattr(bench.Configuration, "command", lambda *_: command)
     one = bench.Configuration("amp_cifar", 1)
@@ -226,7 +238,7 @@ def test_the_defaults_keep_gpus_busy_and_write_to_runs(monkeypatch):
     assert "/1gpu.yaml " in commands["data_parallel_cifar"]
     assert "/8gpu.yaml " in commands["pipeline_cifar"]
     assert commands["pipeline_cifar"].endswith("--batch-size 1024")
-    assert "--max-steps 100 --log-every 20 " in commands["ddp_cifar --compile"]
+    assert "--max-steps 100 --log-every 50 " in commands["ddp_cifar --compile"]
     assert commands["ddp_cifar --compile"].endswith(" --compile")
     assert "/plain_ddp.py --processes 8 --samples 409600 " in commands["plain_ddp"]
 

@@ -1,4 +1,4 @@
-"""`bench.py --memory` computes what real trainings on CPU hold."""
+"""memory.py computes what real trainings on CPU hold."""
 
 import sys
 
@@ -99,8 +99,8 @@ def test_the_table_of_a_copy(tmp_path, monkeypatch, capsys):
     """With its model in each recipe, and its optimizer, which has two states: with DDP's buckets
     and a gradient 3.2 GB five times, which 24 GB hold. A recipe that cannot have it says why."""
     script = copy("ddp_cifar", tmp_path / "mine.py", project=LARGE)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--memory", str(script), "--batch-size", "4"])
-    load("benchmarks/bench.py").main()
+    monkeypatch.setattr(sys, "argv", ["memory.py", str(script), "--batch-size", "4"])
+    memory.main()
     lines = capsys.readouterr().out.splitlines()
     cells = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in lines[2:9])}
     variants = memory.VARIANTS
