@@ -141,6 +141,8 @@ def make_accelerator(args):
         exit_with_error("DataParallel needs one process, --num_processes 1: or use ddp_cifar.py")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         exit_with_error("the baseline trains in fp32: use amp_cifar.py, or mixed_precision: 'no'")
+    if not (args.cpu or torch.cuda.is_available()) and os.path.exists("/dev/nvidia0"):
+        exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
     torch.set_num_threads(args.threads)
     torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)

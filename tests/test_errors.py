@@ -21,6 +21,7 @@ FLAGS = {
     "a tracker without its package": ("--tracker clearml", "argument --tracker: invalid choice"),
     "a learning rate that is not a number": ("--lr nan", "argument --lr: nan is not above 0"),
     "a negative batch": ("--batch-size -4", "argument --batch-size: -4 is not above 0"),
+    "negative epochs": ("--epochs -1", "argument --epochs: -1 is below 0"),
     "no global batch": ("--global-batch-size 0", "argument --global-batch-size: 0 is not"),
     "a clipped norm of 0": ("--clip-norm 0", "argument --clip-norm: 0.0 is not above 0"),
 }

@@ -240,11 +240,16 @@ def test_the_figures_are_those_of_the_result_files():
     assert {summary["date"] for summary in summaries} == {accuracy[-1]}
 
 
-def test_the_versions_to_install_are_those_of_pyproject():
+def test_the_versions_to_install_are_those_of_pyproject_and_the_oldest_tested_ones():
     listed = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
     listed = re.findall(r'"((?:torch|accelerate).*)"', listed.partition("]")[0])
     bounds = {bound.replace(" ", "") for bound in listed}
     assert len(bounds) == 3 and bounds == set(re.findall(r"'(\w+>=[\d.]+)'", README))
+    pins = (ROOT / "constraints-oldest.txt").read_text()
+    for name, bound in (bound.split(">=") for bound in bounds):
+        assert re.search(rf"^{name}=={re.escape(bound)}\.0$", pins, re.M), (
+            "the oldest that is tested"
+        )
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8])
