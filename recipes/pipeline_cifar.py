@@ -237,7 +237,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 2e03b58d7448: the same text, byte for byte, in all recipes
+# ============================= machinery f59ea00dcf93: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -835,9 +835,7 @@ def parse_args(*declarations):
     trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
     add = parser.add_argument
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
-    add(
-        "--epochs", type=int, default=30, help="passes over the training set (30); 0 only evaluates"
-    )
+    add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
     add("--max-steps", type=int, help="stop after this many optimizer steps")
     add("--batch-size", type=int, default=128, help="samples that a process takes at once (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
@@ -1050,9 +1048,7 @@ def add_technique_flags(parser):
     Narayanan et al. 2021, arXiv:2006.09503)."""
     add = parser.add_argument
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    add(
-        "--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="order of the chunks (gpipe)"
-    )
+    add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="default: gpipe")
     add("--chunks", type=int, default=8, help="parts of each batch (8)")
     add("--split", help="first block of the second stage (default: see `cut`)")
 

@@ -237,7 +237,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 2e03b58d7448: the same text, byte for byte, in all recipes
+# ============================= machinery f59ea00dcf93: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -835,9 +835,7 @@ def parse_args(*declarations):
     trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
     add = parser.add_argument
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
-    add(
-        "--epochs", type=int, default=30, help="passes over the training set (30); 0 only evaluates"
-    )
+    add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
     add("--max-steps", type=int, help="stop after this many optimizer steps")
     add("--batch-size", type=int, default=128, help="samples that a process takes at once (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
@@ -1058,13 +1056,10 @@ def add_technique_flags(parser):
     """Add the flags of this technique, whatever is trained."""
     add = parser.add_argument
     switch = {"action": "store_true"}
-    precisions = ("fp32", "bf16")
-    add("--precision", choices=precisions, default="fp32", help="default: fp32")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     add("--replicas", type=int, default=1, help="sharded models side by side (HSDP)")
     add("--sync-each-batch", help="accumulate gradients in shards: less memory, slower", **switch)
-    add(
-        "--activation-checkpointing", help="recompute activations instead of storing them", **switch
-    )
+    add("--activation-checkpointing", help="recompute activations: less memory, slower", **switch)
 
 
 ABOVE_0 += ["replicas"]
