@@ -236,7 +236,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery e058b391266e: the same text, byte for byte, in all recipes
+# ============================= machinery f59ea00dcf93: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -642,12 +642,11 @@ def load_weights(model, path):
 
 
 # ----------------------------------------------------------------------------------------- stopping
-class StopSignal(threading.Thread):
+class StopSignal:
     """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher has died, all ranks
     stop after the same step. They vote by an all-reduce on the CPU, which overlaps a step."""
 
     def __init__(self, accelerator):
-        super().__init__(daemon=True)
         self.received = 0  # the first signal
         self.group = accelerator.cpu_group
         self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
@@ -662,13 +661,12 @@ class StopSignal(threading.Thread):
         signal.set_wakeup_fd(self.wakeup.fileno())
         for number in self.signals:
             signal.signal(number, lambda *_: None)
+        threading.Thread(target=self.watch, daemon=True).start()
         # Blocked, which DataLoader's workers inherit: they must live until the next checkpoint.
         resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-        self.start()
 
-    def run(self):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+    def watch(self):
         while True:
             with suppress(TimeoutError):
                 self.receive(self.numbers.recv(1)[0])
@@ -699,7 +697,7 @@ class StopSignal(threading.Thread):
         return result
 
 
-class HangDetector(threading.Thread):
+class HangDetector:
     """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
 
     Then this thread reports in the process group's store how far the main thread came, and where it
@@ -712,7 +710,6 @@ class HangDetector(threading.Thread):
     waits = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):
-        super().__init__(daemon=True)
         self.timeout = timeout
         self.progress = 0
         self.closed = threading.Event()
@@ -722,26 +719,25 @@ class HangDetector(threading.Thread):
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self.store = distributed.TCPStore(*address, is_master=False)
         self.store.delete_key(NAME)  # the report of a run that was restarted
-        self.start()
+        threading.Thread(target=self.watch, daemon=True).start()
         faulthandler.cancel_dump_traceback_later()
 
     def made_progress(self):
         """Call this after each step, and after each batch of an evaluation."""
         self.progress += 1
 
-    def run(self):
+    def watch(self):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
-        before = 0
         main_thread = threading.main_thread().ident
         while idle < self.timeout:
+            before = self.progress
             if self.closed.wait(tick):
                 return
             frames = traceback.walk_stack(sys._current_frames()[main_thread])
             codes = [frame.f_code for frame, _ in frames]  # not the frames: they keep their tensors
             stalls = self.progress == before and Checkpoints.save.__code__ not in codes
             idle = idle + tick if stalls else 0.0
-            before = self.progress
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.name_the_rank(sys._current_frames()[main_thread])
@@ -838,9 +834,7 @@ def parse_args(*declarations):
     trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
     add = parser.add_argument
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
-    add(
-        "--epochs", type=int, default=30, help="passes over the training set (30); 0 only evaluates"
-    )
+    add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
     add("--max-steps", type=int, help="stop after this many optimizer steps")
     add("--batch-size", type=int, default=128, help="samples that a process takes at once (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
@@ -1045,12 +1039,7 @@ def add_technique_flags(parser):
     """Add the flags of this technique, whatever is trained."""
     add = parser.add_argument
     add("--compile", action="store_true", help="torch.compile (slow first step)")
-    precisions = ("bf16", "fp16", "fp32")
-    add(
-        "--precision",
-        choices=precisions,
-        help="default: the config's, or bf16 if the device has it",
-    )
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: the config's, or bf16")
 
 
 def skip_batchnorm_broadcasts(model):
