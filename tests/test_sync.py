@@ -15,10 +15,10 @@ RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
 WITH_MACHINERY = [REFERENCE, *COPIES]
 LINES = {
-    "ddp_cifar": 1020,
-    "amp_cifar": 1095,
-    "pipeline_cifar": 1310,
-    "sharded_cifar": 1340,
+    "ddp_cifar": 1065,
+    "amp_cifar": 1140,
+    "pipeline_cifar": 1365,
+    "sharded_cifar": 1400,
     "data_parallel_cifar": 320,
 }
 # Functions that a recipe has under the reference's name, but with another text.
