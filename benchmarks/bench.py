@@ -56,7 +56,7 @@ GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 VERSIONS = {name: version(name) for name in ("torch", "torchvision", "accelerate")}
 LINE_OF_BASELINE = re.compile(r"step \d+ samples (\d+) ")
-UNAVAILABLE = re.compile(r"fp16 needs a GPU|has no bf16")  # what recipes say of hardware
+UNAVAILABLE = re.compile(r"no fp16 on CPU|has no bf16")  # what recipes say of hardware
 OUT_OF_MEMORY = re.compile(
     r".*(?:OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED).*"
 )

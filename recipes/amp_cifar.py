@@ -236,7 +236,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery f59ea00dcf93: the same text, byte for byte, in all recipes
+# ============================= machinery 4b61838be453: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -552,7 +552,7 @@ class Checkpoints:
             try:
                 checkpoint = self.read(path)
             except (OSError, MemoryError) as error:  # of this rank: the file may be intact
-                problem = f"{NAME} cannot read {path} ({error}): the same command tries again"
+                problem = f"{NAME} cannot read {path} ({error}): try again, or delete it"
             except Exception as error:
                 damage = f"{error!r:.200}"
             exit_if_any_failed(problem)
@@ -840,7 +840,7 @@ def parse_args(*declarations):
     add("--global-batch-size", type=int, help="samples per step, all processes")
     add("--lr", type=float, default=0.1, help="peak rate, per 128 samples of global batch (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
-    add("--seed", type=int, default=0, help="for weights, order and augmentation (0)")
+    add("--seed", type=int, default=0, help="for weights, order, augmentation, dropout (0)")
     add("--cpu", action="store_true", help="train on CPU, even if GPUs are present")
     add("--threads", type=int, help="CPU threads per process (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")

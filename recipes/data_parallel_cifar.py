@@ -141,6 +141,8 @@ def make_accelerator(args):
         exit_with_error("DataParallel needs one process, --num_processes 1: or use ddp_cifar.py")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         exit_with_error("the baseline trains in fp32: use amp_cifar.py, or mixed_precision: 'no'")
+    if args.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or DataParallel would take the GPUs
     if not (args.cpu or torch.cuda.is_available()) and os.path.exists("/dev/nvidia0"):
         exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
     torch.set_num_threads(args.threads)
