@@ -233,7 +233,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 4b61838be453: the same text, byte for byte, in all recipes
+# ============================= machinery b2399a1ae3a6: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -765,7 +765,9 @@ class HangDetector:
 def say(message):
     """Print a line to stderr, if somebody reads it: Ctrl-C also ends the `tee` behind a pipe."""
     with suppress(OSError):
-        print(f"{RECIPE}: {message}".replace("\n", " "), file=sys.stderr, flush=True)
+        line = f"{RECIPE}: {message}".replace("\n", " ")
+        sys.stderr.write(f"{line}\n")  # in one piece: `print` writes the line's end by itself
+        sys.stderr.flush()
 
 
 def exit_if_stopped(accelerator, stopping, step):

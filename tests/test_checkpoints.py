@@ -135,9 +135,10 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_pat
     ((codes, output),) = forked([{**one, "disturbances": {"0": [2, "SIGTERM"]}}], tmp_path)
     assert codes == [143] and begin_of(output) == 10, output
     assert output.count("skipping damaged") == 1 and "step-00000020.pt (" in output
-    assert checkpoints(directory) == [13, 20]
+    stopped, damaged = checkpoints(directory)
+    assert 12 < stopped < damaged == 20, "one step after the signal, or later on a busy machine"
     ((codes, output),) = forked([one], tmp_path)
-    assert codes == [0] and begin_of(output) == 13, output
+    assert codes == [0] and begin_of(output) == stopped, output
     assert checkpoints(directory) == [20]
     assert_identical(content(newest)["states"], expected["states"])
     assert (directory / "model.safetensors").read_bytes() == weights

@@ -17,7 +17,7 @@ WITH_MACHINERY = [REFERENCE, *COPIES]
 LINES = {
     "ddp_cifar": 1065,
     "amp_cifar": 1140,
-    "pipeline_cifar": 1365,
+    "pipeline_cifar": 1370,
     "sharded_cifar": 1400,
     "data_parallel_cifar": 320,
 }
