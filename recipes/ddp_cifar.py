@@ -233,7 +233,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery b2399a1ae3a6: the same text, byte for byte, in all recipes
+# ============================= machinery 4fb7a951e9a5: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -553,7 +553,7 @@ class Checkpoints:
             except Exception as error:
                 damage = f"{error!r:.200}"
             exit_if_any_failed(problem)
-            exit_if_ranks_differ({f"error in {path}": damage}, "the same command tries again")
+            exit_if_ranks_differ({f"error in {path.name}": damage}, "the same command tries again")
             if not damage:
                 break
             self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
@@ -703,7 +703,7 @@ class HangDetector:
     """
 
     # A rank waits if its innermost Python frame is in such a file, or in one of these functions.
-    waiting = re.compile("-packages/(torch/(?!utils/data/)|accelerate/)")
+    waiting = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
     waits = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):

@@ -237,7 +237,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery b2399a1ae3a6: the same text, byte for byte, in all recipes
+# ============================= machinery 4fb7a951e9a5: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -557,7 +557,7 @@ class Checkpoints:
             except Exception as error:
                 damage = f"{error!r:.200}"
             exit_if_any_failed(problem)
-            exit_if_ranks_differ({f"error in {path}": damage}, "the same command tries again")
+            exit_if_ranks_differ({f"error in {path.name}": damage}, "the same command tries again")
             if not damage:
                 break
             self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
@@ -707,7 +707,7 @@ class HangDetector:
     """
 
     # A rank waits if its innermost Python frame is in such a file, or in one of these functions.
-    waiting = re.compile("-packages/(torch/(?!utils/data/)|accelerate/)")
+    waiting = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
     waits = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):
@@ -1052,7 +1052,7 @@ def add_technique_flags(parser):
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="default: gpipe")
     add("--chunks", type=int, default=8, help="parts of each batch (8)")
-    add("--split", help="first block of the second stage (default: see `cut`)")
+    add("--split", help="first block of the second stage (the middle; ResNet-50: equal times)")
 
 
 def has_bf16(on_gpu):
