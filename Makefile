@@ -26,7 +26,7 @@ endef
 export NO_GPU
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train ResNet-50 on two processes with synthetic data, a few minutes
 	rm -rf runs/demo

@@ -8,8 +8,8 @@ Weights, optimizer and loss stay in fp32. Autocast computes convolutions and mat
 or, with a scaled loss, fp16 (Micikevicius et al. 2018, arXiv:1710.03740). The same command again
 continues a run that was interrupted.
 
-To make this file yours, replace `load_data`, `build_model`, `compute_loss` and `add_flags`. Edit
-anything above the machinery banner. Below it, only the CIFAR-10 section belongs to this example.
+To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
+`make_optimizer`. Edit anything but the machinery between the two banners.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -34,6 +33,7 @@ from datetime import timedelta
 from itertools import count, islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import accelerate
 import numpy
@@ -236,7 +236,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 4fb7a951e9a5: the same text, byte for byte, in all recipes
+# ============================= machinery 4d4bdc748245: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -276,8 +276,7 @@ def sample_rows(metrics):
 
 
 def means(names, sums, samples):
-    """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`, (M + 2,).
-    Exit with an error unless they are the sums of so many samples."""
+    """Return {name: mean} from the sums of `sample_rows`, (M + 2,), over so many samples."""
     *totals, weight, counted = sums.tolist()
     if counted != samples:
         exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
@@ -286,8 +285,7 @@ def means(names, sums, samples):
 
 
 class Metrics:
-    """The metrics of a training: summed up on the device, then averaged over all processes and
-    written to the screen, metrics.jsonl, summary.json and a tracker by the main process."""
+    """Means over all processes, for the screen, metrics.jsonl, summary.json and a tracker."""
 
     def __init__(self, accelerator, config, steps, text):
         self.accelerator = accelerator
@@ -330,8 +328,7 @@ class Metrics:
     def log(self, weight_norm, learning_rate, grad_norm, **details):
         """Write a line: means over all processes since the last one. This waits for the device.
         Exit if loss or weights are not finite: a gradient alone may be, where fp16 skips steps."""
-        memory = torch.cuda.max_memory_allocated()  # 0 on CPU
-        memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
         own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums, non_blocking=True)
         row = torch.cat([self.sums, weight_norm.to(self.sums)[None], own])
         by_rank = self.accelerator.gather(row[None]).cpu()
@@ -454,8 +451,7 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """A map-style dataset that seeds the random numbers of each sample by (seed, epoch, index): its
-    random transforms do not depend on rank or worker, and are the same in a resumed run."""
+    """A map-style dataset whose random transforms depend on (seed, epoch, index) alone."""
 
     def __init__(self, dataset, seed):
         self.dataset = dataset
@@ -634,8 +630,7 @@ def load_weights(model, path):
                 raise ValueError("no tensor fits this model")
         except Exception as error:  # another kind of file makes the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.200})")
-        model.load_state_dict(fitting, strict=False)
-        missing = ", ".join(own.keys() - fitting.keys())
+        missing = ", ".join(model.load_state_dict(fitting, strict=False).missing_keys)
         if os.environ.get("RANK", "0") == "0":
             say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
     return model
@@ -926,8 +921,10 @@ def choose_device(args):
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
         exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in LAUNCHED
-    remedy = f"{'--num_processes' if by_accelerate else '--nproc_per_node'} {gpus} (per machine)"
+    machines = utils.get_int_from_env(["WORLD_SIZE"], 1) // processes
+    remedy = f"accelerate launch --multi_gpu --num_processes {gpus * machines}"
+    if LAUNCHED == {"TORCHELASTIC_RUN_ID"}:
+        remedy = f"torchrun --nproc_per_node {gpus}"
     if 0 < gpus < processes:
         exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}, or --cpu")
     if gpus > processes and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -958,82 +955,6 @@ def describe(args, accelerator, steps, optimizer, **more):
         **more,
     }
     return json.loads(json.dumps(config, default=str))  # plain types, to be read again
-
-
-# ----------------------------------------------------------------------------------------- CIFAR-10
-class ImageTensors(Dataset):
-    """Images as one tensor on the device; one indexing operation selects, crops, flips and
-    normalises a whole batch.
-
-    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
-    int64 out. With `augmentation_seed`: zero padding by 4, a random crop, and a random flip.
-    """
-
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
-    def __init__(self, images, labels, device, augmentation_seed=None):
-        self.labels = labels.to(device)
-        self.seed = augmentation_seed
-        self.height, self.width = images.shape[1:3]
-        self.statistics = torch.tensor([self.mean, self.std], device=device)
-        self.padding = pad = 0 if augmentation_seed is None else 4
-        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
-        self.images = padded.to(device)
-        # Shared, for persistent workers: top, left and flip of each sample.
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
-        self.augmentation.share_memory_()
-
-    def __len__(self):
-        return len(self.labels)
-
-    def set_epoch(self, epoch):
-        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
-        if self.seed is None:
-            return
-        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
-        generator = torch.Generator().manual_seed(seed)
-        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
-        flips = torch.randint(2, (1, len(self)), generator=generator)
-        self.augmentation[:] = torch.cat((offsets, flips))
-
-    def __getitems__(self, indices):
-        device = self.labels.device
-        index = torch.tensor(indices).to(device, non_blocking=True)
-        top, left, flip = self.augmentation[:, index, None]
-        rows = top + torch.arange(self.height, device=device)
-        columns = torch.arange(self.width, device=device)
-        columns = left + torch.where(flip == 1, columns.flip(0), columns)
-        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        mean, std = self.statistics
-        images = images.float().div_(255).sub_(mean).div_(std)
-        return images.permute(0, 3, 1, 2), self.labels[index]
-
-
-def cifar10(directory, accelerator):
-    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
-    per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
-    problem = None  # no process may exit while others wait for it
-    with accelerator.main_process_first(), accelerator.local_main_process_first():
-        try:
-            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
-            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
-        except (OSError, RuntimeError) as error:
-            problem = f"no CIFAR-10 in --data-dir {directory} ({error}): use --data synthetic"
-    exit_if_any_failed(problem)
-    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
-
-
-def synthetic_images(samples, seed):
-    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8
-    and (N,) int64."""
-    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
-    patterns = 128 + 32 * patterns.contiguous()
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (samples,), generator=generator)
-    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
-    return images.clamp_(0, 255).byte(), labels
 
 
 # =============================================================================== this recipe's own
@@ -1130,6 +1051,82 @@ def loss_scaling(accelerator, scheduler, step):
         return {}
     scale = accelerator.scaler.get_scale()
     return {"loss_scale": scale, "skipped_steps": step - scheduler.last_epoch}
+
+
+# ----------------------------------------------------------------------------------------- CIFAR-10
+class ImageTensors(Dataset):
+    """Images as one tensor on the device; one indexing operation selects, crops, flips and
+    normalises a whole batch.
+
+    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
+    int64 out. With `augmentation_seed`: zero padding by 4, a random crop, and a random flip.
+    """
+
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, images, labels, device, augmentation_seed=None):
+        self.labels = labels.to(device)
+        self.seed = augmentation_seed
+        self.height, self.width = images.shape[1:3]
+        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.padding = pad = 0 if augmentation_seed is None else 4
+        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
+        self.images = padded.to(device)
+        # Shared, for persistent workers: top, left and flip of each sample.
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+        self.augmentation.share_memory_()
+
+    def __len__(self):
+        return len(self.labels)
+
+    def set_epoch(self, epoch):
+        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
+        if self.seed is None:
+            return
+        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
+        generator = torch.Generator().manual_seed(seed)
+        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
+        flips = torch.randint(2, (1, len(self)), generator=generator)
+        self.augmentation[:] = torch.cat((offsets, flips))
+
+    def __getitems__(self, indices):
+        device = self.labels.device
+        index = torch.tensor(indices).to(device, non_blocking=True)
+        top, left, flip = self.augmentation[:, index, None]
+        rows = top + torch.arange(self.height, device=device)
+        columns = torch.arange(self.width, device=device)
+        columns = left + torch.where(flip == 1, columns.flip(0), columns)
+        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+        mean, std = self.statistics
+        images = images.float().div_(255).sub_(mean).div_(std)
+        return images.permute(0, 3, 1, 2), self.labels[index]
+
+
+def cifar10(directory, accelerator):
+    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
+    per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
+    problem = None  # no process may exit while others wait for it
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
+            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
+        except (OSError, RuntimeError) as error:
+            problem = f"no CIFAR-10 in --data-dir {directory} ({error}): use --data synthetic"
+    exit_if_any_failed(problem)
+    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
+
+
+def synthetic_images(samples, seed):
+    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8
+    and (N,) int64."""
+    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * patterns.contiguous()
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (samples,), generator=generator)
+    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
+    return images.clamp_(0, 255).byte(), labels
 
 
 if __name__ == "__main__":

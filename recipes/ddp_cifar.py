@@ -11,7 +11,7 @@ without GPUs the same commands run the same processes over gloo. The same comman
 run that was interrupted.
 
 To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
-`make_optimizer`. Edit anything above the machinery banner, and the CIFAR-10 section below it.
+`make_optimizer`. Edit anything but the machinery between the two banners.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -36,6 +35,7 @@ from datetime import timedelta
 from itertools import count, islice
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import accelerate
 import numpy
@@ -233,7 +233,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 4fb7a951e9a5: the same text, byte for byte, in all recipes
+# ============================= machinery 4d4bdc748245: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -273,8 +273,7 @@ def sample_rows(metrics):
 
 
 def means(names, sums, samples):
-    """Return {name: mean}, from the names of the metrics and the sums of `sample_rows`, (M + 2,).
-    Exit with an error unless they are the sums of so many samples."""
+    """Return {name: mean} from the sums of `sample_rows`, (M + 2,), over so many samples."""
     *totals, weight, counted = sums.tolist()
     if counted != samples:
         exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
@@ -283,8 +282,7 @@ def means(names, sums, samples):
 
 
 class Metrics:
-    """The metrics of a training: summed up on the device, then averaged over all processes and
-    written to the screen, metrics.jsonl, summary.json and a tracker by the main process."""
+    """Means over all processes, for the screen, metrics.jsonl, summary.json and a tracker."""
 
     def __init__(self, accelerator, config, steps, text):
         self.accelerator = accelerator
@@ -327,8 +325,7 @@ class Metrics:
     def log(self, weight_norm, learning_rate, grad_norm, **details):
         """Write a line: means over all processes since the last one. This waits for the device.
         Exit if loss or weights are not finite: a gradient alone may be, where fp16 skips steps."""
-        memory = torch.cuda.max_memory_allocated()  # 0 on CPU
-        memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
         own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums, non_blocking=True)
         row = torch.cat([self.sums, weight_norm.to(self.sums)[None], own])
         by_rank = self.accelerator.gather(row[None]).cpu()
@@ -451,8 +448,7 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """A map-style dataset that seeds the random numbers of each sample by (seed, epoch, index): its
-    random transforms do not depend on rank or worker, and are the same in a resumed run."""
+    """A map-style dataset whose random transforms depend on (seed, epoch, index) alone."""
 
     def __init__(self, dataset, seed):
         self.dataset = dataset
@@ -631,8 +627,7 @@ def load_weights(model, path):
                 raise ValueError("no tensor fits this model")
         except Exception as error:  # another kind of file makes the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.200})")
-        model.load_state_dict(fitting, strict=False)
-        missing = ", ".join(own.keys() - fitting.keys())
+        missing = ", ".join(model.load_state_dict(fitting, strict=False).missing_keys)
         if os.environ.get("RANK", "0") == "0":
             say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
     return model
@@ -923,8 +918,10 @@ def choose_device(args):
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
         exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in LAUNCHED
-    remedy = f"{'--num_processes' if by_accelerate else '--nproc_per_node'} {gpus} (per machine)"
+    machines = utils.get_int_from_env(["WORLD_SIZE"], 1) // processes
+    remedy = f"accelerate launch --multi_gpu --num_processes {gpus * machines}"
+    if LAUNCHED == {"TORCHELASTIC_RUN_ID"}:
+        remedy = f"torchrun --nproc_per_node {gpus}"
     if 0 < gpus < processes:
         exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}, or --cpu")
     if gpus > processes and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -955,6 +952,29 @@ def describe(args, accelerator, steps, optimizer, **more):
         **more,
     }
     return json.loads(json.dumps(config, default=str))  # plain types, to be read again
+
+
+# =============================================================================== this recipe's own
+def add_technique_flags(parser):
+    """Add the flags of this technique, whatever is trained."""
+    parser.add_argument("--compile", action="store_true", help="torch.compile (slow first step)")
+
+
+def skip_batchnorm_broadcasts(model):
+    """Keep DDP from broadcasting buffers before each forward pass if all are BatchNorm's, which
+    training does not read: `evaluate` broadcasts those."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):  # a single process
+        return
+    batchnorm = nn.modules.batchnorm._BatchNorm
+    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
+    model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in others)
+
+
+def rebuild_buckets(accelerator, model, batch):
+    """Take a first backward pass, after which DDP rebuilds its buckets: that changes the order of
+    its sums. Before a checkpoint is loaded, so that a resumed run rounds as the first run did."""
+    accelerator.backward(compute_loss(model, batch)["loss"].mean())
+    model.zero_grad()
 
 
 # ----------------------------------------------------------------------------------------- CIFAR-10
@@ -1031,29 +1051,6 @@ def synthetic_images(samples, seed):
     labels = torch.randint(10, (samples,), generator=generator)
     images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
     return images.clamp_(0, 255).byte(), labels
-
-
-# =============================================================================== this recipe's own
-def add_technique_flags(parser):
-    """Add the flags of this technique, whatever is trained."""
-    parser.add_argument("--compile", action="store_true", help="torch.compile (slow first step)")
-
-
-def skip_batchnorm_broadcasts(model):
-    """Keep DDP from broadcasting buffers before each forward pass if all are BatchNorm's, which
-    training does not read: `evaluate` broadcasts those."""
-    if not isinstance(model, nn.parallel.DistributedDataParallel):  # a single process
-        return
-    batchnorm = nn.modules.batchnorm._BatchNorm
-    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
-    model.broadcast_buffers = any(list(module.buffers(recurse=False)) for module in others)
-
-
-def rebuild_buckets(accelerator, model, batch):
-    """Take a first backward pass, after which DDP rebuilds its buckets: that changes the order of
-    its sums. Before a checkpoint is loaded, so that a resumed run rounds as the first run did."""
-    accelerator.backward(compute_loss(model, batch)["loss"].mean())
-    model.zero_grad()
 
 
 if __name__ == "__main__":

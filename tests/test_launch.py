@@ -84,19 +84,20 @@ def test_more_processes_than_gpus_are_an_error_before_any_collective(start):
     """Two ranks on one GPU would wait for each other for ever."""
     one = {"device_count": 1, "is_available": True}
     launchers = (
-        ("TORCHELASTIC_RUN_ID", "nproc_per_node"),
-        ("ACCELERATE_MIXED_PRECISION", "num_processes"),
+        ({"TORCHELASTIC_RUN_ID": "1"}, "torchrun --nproc_per_node 1"),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch .*--num_processes 3"),
     )
-    for variable, flag in launchers:
-        with pytest.raises(Exit, match=rf"2 processes, 1 GPU\(s\): --{flag} 1 .*or --cpu"):
-            start(environment={"LOCAL_WORLD_SIZE": "2", variable: "no"}, **one)
+    for environment, remedy in launchers:
+        of_three_machines = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", **environment}
+        with pytest.raises(Exit, match=rf"2 processes, 1 GPU\(s\): {remedy}, or --cpu"):
+            start(environment=of_three_machines, **one)
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):
     for rank in ("0", "1"):
         processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": rank}
         start(environment=processes, sees=2, device_count=4, is_available=True)
-    said = "2 of 4 GPUs are not used: --nproc_per_node 4"
+    said = "2 of 4 GPUs are not used: accelerate launch --multi_gpu --num_processes 4"
     assert capfd.readouterr().err.count(said) == 1
 
 

@@ -15,10 +15,10 @@ RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
 WITH_MACHINERY = [REFERENCE, *COPIES]
 LINES = {
-    "ddp_cifar": 1065,
-    "amp_cifar": 1140,
-    "pipeline_cifar": 1370,
-    "sharded_cifar": 1400,
+    "ddp_cifar": 1061,
+    "amp_cifar": 1137,
+    "pipeline_cifar": 1364,
+    "sharded_cifar": 1394,
     "data_parallel_cifar": 320,
 }
 # Functions that a recipe has under the reference's name, but with another text.
@@ -85,9 +85,9 @@ def test_no_sentence_hides_its_subject_behind_what(path):
 
 def test_the_machinery_that_is_compared_is_the_whole_of_it():
     block = machinery(REFERENCE)
-    assert block.count("\n# -----") == 6
+    assert block.count("\n# -----") == 5
     names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
-    classes = {"Metrics", "Steps", "Checkpoints", "StopSignal", "HangDetector", "ImageTensors"}
+    classes = {"Metrics", "Steps", "Checkpoints", "StopSignal", "HangDetector"}
     assert classes | {"parse_args", "exit_with_error", "make_accelerator"} <= names
 
 
@@ -164,12 +164,12 @@ MINE = "../mine/my_cifar.py"
 
 
 def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
-    process, before, after = project("ddp_cifar.py", "mul_(48)", "mul_(47)")
+    process, before, after = project("ddp_cifar.py", "timedelta(hours=1)", "timedelta(hours=3)")
     updated = "".join(f"{path.name}: updated\n" for path in WITH_MACHINERY)
     assert (process.returncode, process.stdout) == (0, updated), process.stderr
     for path in COPIES:
         assert without_banner(after[path.name]) == without_banner(
-            before[path.name].replace("mul_(48)", "mul_(47)")
+            before[path.name].replace("timedelta(hours=1)", "timedelta(hours=3)")
         )
     for name in (BASELINE.name, "my_cifar.py"):
         assert after[name] == before[name]
@@ -184,19 +184,33 @@ def without_banner(text):
 
 @pytest.mark.parametrize(("edited", "arguments"), [("amp_cifar.py", []), ("my_cifar.py", [MINE])])
 def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, arguments):
-    process, before, after = project(edited, "mul_(48)", "mul_(47)", *arguments)
+    process, before, after = project(edited, "timedelta(hours=1)", "timedelta(hours=3)", *arguments)
     assert process.returncode == 1 and before == after
     assert f"{edited}: its machinery was edited" in process.stderr
     changed = [line for line in process.stdout.splitlines() if line[0] in "+-"][2:]
-    assert ["mul_(47)" in changed[0], "mul_(48)" in changed[1], len(changed)] == [True, True, 2]
+    assert [
+        "timedelta(hours=3)" in changed[0],
+        "timedelta(hours=1)" in changed[1],
+        len(changed),
+    ] == [True, True, 2]
 
 
 def test_make_sync_gives_a_copy_outside_the_project_the_newest_machinery(project):
     """And keeps all else of it; the recipes stay as they are."""
-    project("my_cifar.py", "def add_flags(parser):", "def add_flags(parser):  # mine", MINE)
-    process, before, after = project("ddp_cifar.py", "mul_(48)", "mul_(47)", MINE)
+    project(
+        "my_cifar.py",
+        "def synthetic_images(samples, seed):",
+        "def synthetic_images(samples, seed):  # mine",
+        MINE,
+    )
+    process, before, after = project(
+        "ddp_cifar.py", "timedelta(hours=1)", "timedelta(hours=3)", MINE
+    )
     assert (process.returncode, process.stdout) == (0, "my_cifar.py: updated\n"), process.stderr
-    mine, newest = after.pop("my_cifar.py"), before["amp_cifar.py"].replace("mul_(48)", "mul_(47)")
+    mine, newest = (
+        after.pop("my_cifar.py"),
+        before["amp_cifar.py"].replace("timedelta(hours=1)", "timedelta(hours=3)"),
+    )
     assert without_banner(mine.replace("  # mine", "")) == without_banner(newest)
     assert "  # mine" in mine
     assert after == {name: before[name] for name in after}

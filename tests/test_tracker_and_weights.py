@@ -1,11 +1,10 @@
 """--tracker has the lines of metrics; --epochs 0 evaluates --weights. Weights that do not fit:
 test_errors.py."""
 
-import json
-import sys
+import os
 
 import pytest
-from conftest import ROOT, SMALL, run, train_forked
+from conftest import load, train_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RECIPES = ["ddp_cifar", "pipeline_cifar"]
@@ -46,51 +45,25 @@ def test_no_epochs_evaluate_weights_as_their_training_did_and_change_no_file(
         assert line[name] == evaluated.summary[name] == result.summary[name]
     assert untrained.summary["test_loss"] != evaluated.summary["test_loss"]
     assert all(path.read_bytes() == content for path, content in before.items())
+    assert not list(evaluated.directory.glob("*.pt"))
 
 
-WANDB = """
-import json
-import os
+def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path, monkeypatch):
+    """The library reads its run's id from the environment, where a user may have set another."""
+    recipe = load("recipes/ddp_cifar.py")
+    names = "WANDB_RUN_ID", "WANDB_RESUME"
 
-config = {}
+    def told(directory, own=()):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in zip(names, own, strict=False):
+            monkeypatch.setenv(name, value)
+        recipe.lock_output_directory(str(tmp_path / directory))
+        return tuple(os.environ[name] for name in names)
 
-
-class Run:
-    config = {}
-
-    def log(self, *arguments, **options):
-        pass
-
-    def finish(self):
-        pass
-
-
-def init(**options):
-    with open(os.environ["SAID"], "a") as file:
-        told = {name: os.environ.get(name) for name in ("WANDB_RUN_ID", "WANDB_RESUME")}
-        print(json.dumps(told), file=file)
-    return Run()
-"""
-
-
-def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path):
-    """Of a stand-in for the library, called by Accelerate's tracker."""
-    (tmp_path / "wandb.py").write_text(WANDB)
-    (tmp_path / "wandb-1.0.dist-info").mkdir()
-    (tmp_path / "wandb-1.0.dist-info/METADATA").write_text("Name: wandb\nVersion: 1.0\n")
-    env = {"PYTHONPATH": str(tmp_path), "SAID": str(tmp_path / "said")}
-    env["WANDB_DISABLED"] = "false"
-    flags = ["--tracker", "wandb", "--epochs", 0, *SMALL]
-
-    def start(directory, **more):
-        recipe = ROOT / "recipes/ddp_cifar.py"
-        run([sys.executable, recipe, *flags, "--output-dir", tmp_path / directory], **env, **more)
-
-    start("run")
-    start("run")
-    start("other")
-    start("run", WANDB_RUN_ID="mine", WANDB_RESUME="must")
-    said = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
-    first, second, other, own = [x["WANDB_RUN_ID"] for x in said]
-    assert first == second != other and len(first) == 16 and own == "mine"
-    assert [x["WANDB_RESUME"] for x in said] == ["allow", "allow", "allow", "must"]
+    first, again, other = told("run"), told("run"), told("other")
+    assert first == again != other and len(first[0]) == 16
+    assert first[1] == other[1] == "allow"
+    assert told("run", ("mine", "must")) == ("mine", "must")
+    for name in names:
+        monkeypatch.delenv(name)
