@@ -185,18 +185,30 @@ def announced(self, path):
     return read(self, path)
 
 
+plain_flags = add_flags
+
+
+def add_later_flags(parser):
+    plain_flags(parser)
+    parser.add_argument("--later", default=os.environ["LATER"])
+
+
 Checkpoints.read = announced
+if os.environ.get("LATER"):
+    add_flags = add_later_flags
 if os.environ.get("OWN_DISKS"):
     sys.argv[-1] += os.environ["RANK"]
 """
 
 
 def test_each_rank_reads_the_checkpoint_and_ranks_with_other_files_are_told(tmp_path):
+    """A flag that was added to the recipe later does not hinder resuming."""
     script = copy("ddp_cifar", tmp_path / "mine.py", LITTLE_DATA, project=READS)
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
     again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
+    later = {**again, "env": {"LATER": "1"}}
     own_disks = {**again, "flags": [*flags[:-1], "run"], "env": {"OWN_DISKS": "1"}, "grace": 0.5}
-    saved, resumed, refused = forked([again, again, own_disks], tmp_path)
+    saved, resumed, refused = forked([again, later, own_disks], tmp_path)
     assert saved[0] == resumed[0] == [0, 0], resumed
     for rank in (0, 1):
         assert resumed[1].count(f"rank {rank} reads step-00000002.pt") == 1, resumed[1]

@@ -1,10 +1,16 @@
 """The data path: torchvision's pixels, drawn from seed, epoch and index alone, each sample once."""
 
+import faulthandler
+import random
+from types import SimpleNamespace
+
+import numpy
 import pytest
 import torch
 import torchvision.transforms.functional as TF
 from accelerate import Accelerator
 from conftest import REAL_DATA, ROUNDING_FLOAT32, load, needs_real_data
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")
@@ -69,6 +75,52 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     assert not torch.equal(reference, pixels(0, 4, [5, 9, 11]))
     assert not torch.equal(reference, pixels(1, 3, [5, 9, 11]))
     assert not torch.equal(pixels(0, 1, [5, 9, 11]), pixels(1, 0, [5, 9, 11]))
+
+
+def test_persistent_workers_see_the_crops_of_each_epoch(images_and_labels):
+    data = augmented(images_and_labels, seed=0, epoch=0)
+    options = {"collate_fn": tuple, "num_workers": 1, "persistent_workers": True}
+    loader = DataLoader(data, 64, **options)
+    batches = []
+    for epoch in (1, 2):
+        data.set_epoch(epoch)
+        batches += [batch[0] for batch in loader]
+        assert torch.equal(batches[-1], data.__getitems__(range(64))[0])
+    assert not torch.equal(*batches)
+
+
+class Draws(Dataset):
+    """Of every generator that a transform may draw from."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item(), numpy.random.rand(), random.random()
+
+
+def order_and_draws(seed, epoch):
+    """The indices of the samples in the order of an epoch, and what each of them has drawn."""
+    flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": "x"}
+    args = SimpleNamespace(**flags, seed=seed, hang_timeout=600)
+    accelerator = recipe.make_accelerator(args, "fp32")
+    faulthandler.cancel_dump_traceback_later()
+    loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
+    loaders = recipe.reproducible((loader, DataLoader(Draws())), seed)
+    loader = accelerator.prepare(loaders[0])
+    recipe.set_epoch(loader, epoch)
+    samples = [sample for batch in loader for sample in batch]
+    return tuple(sample[0] for sample in samples), samples
+
+
+def test_each_seed_and_epoch_has_its_own_order_and_its_own_random_numbers():
+    """Also the second epoch of a seed and the first one of the next seed."""
+    epochs = [order_and_draws(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({order for order, _ in epochs}) == 4
+    assert [sorted(order) for order, _ in epochs] == [list(range(40))] * 4
+    for generator in (1, 2, 3):
+        assert len({sample[generator] for _, samples in epochs for sample in samples}) == 160
+    assert order_and_draws(1, 1) == epochs[-1]
 
 
 def test_synthetic_data_are_made_from_their_seed():

@@ -206,3 +206,35 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(long_runs):
     weights, expected = (load_file(long_runs[name].weights) for name in ("compiled", "eager"))
     assert weights.keys() == expected.keys()
     assert max((weights[name] - value).abs().max() for name, value in expected.items()) < ROUNDING
+
+
+OF_RANK_1 = """
+plain_step = train_step
+
+
+def build_model(args):
+    norm = nn.BatchNorm2d(3)
+    return nn.Sequential(norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
+
+
+def train_step(accelerator, model, *more):
+    norm = accelerator.unwrap_model(model)[0]
+    norm.num_batches_tracked.fill_(10 * accelerator.process_index)
+    result = plain_step(accelerator, model, *more)
+    print(f"rank {accelerator.process_index} has counted to {norm.num_batches_tracked}")
+    return result
+"""
+NAN = '"accuracy": logits.argmax(1) == labels}', '"iou": logits[:, 0] * math.nan}'
+TWO = {"processes": 2, "flags": ["--batch-size", 64]}  # both steps in one epoch
+
+
+@pytest.mark.slow
+@pytest.mark.copied("ddp_cifar", NAN, project=OF_RANK_1, **TWO)
+def test_batchnorms_buffers_are_not_broadcast_in_a_step_and_a_metric_may_be_nan(outcome):
+    """A broadcast costs time, and gives rank 1 the count of rank 0. NaN is null in JSON."""
+    assert outcome.codes == [0, 0], outcome.output
+    for rank, expected in ((0, 1), (1, 11)):
+        assert outcome.output.count(f"rank {rank} has counted to {expected}\n") == 2
+    text = (outcome.directory / "run/metrics.jsonl").read_text()
+    assert [text.count(f'"{name}": null') for name in ("iou", "test_iou")] == [2, 1]
+    assert "NaN" not in text + (outcome.directory / "run/summary.json").read_text()
