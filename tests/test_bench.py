@@ -215,7 +215,8 @@ def test_how_a_run_may_end(script, failure, unavailable, monkeypatch, tmp_path):
     command = ["sh", "-c", script + "; exit 1"]
     monkeypatch.setattr(bench.Configuration, "command", lambda *_: command)
     one = bench.Configuration("amp_cifar", 1)
-    one.run(SimpleNamespace(timeout=0.5, output_dir=tmp_path))
+    timeout = 0.5 if script.startswith("sleep") else 60
+    one.run(SimpleNamespace(timeout=timeout, output_dir=tmp_path))
     assert one.failure == failure and one.outcome() == ("failed" if failure else "n/a")
     assert (one.unavailable is None) == (unavailable is None)
     assert unavailable is None or unavailable in one.unavailable
