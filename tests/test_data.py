@@ -78,12 +78,14 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
 
 
 def test_persistent_workers_see_the_crops_of_each_epoch(images_and_labels):
+    """Also those of a Subset, which has no epoch itself."""
     data = augmented(images_and_labels, seed=0, epoch=0)
     options = {"collate_fn": tuple, "num_workers": 1, "persistent_workers": True}
-    loader = DataLoader(data, 64, **options)
+    subset = torch.utils.data.Subset(data, range(64))
+    loader = Accelerator(cpu=True).prepare(DataLoader(subset, 64, **options))
     batches = []
     for epoch in (1, 2):
-        data.set_epoch(epoch)
+        recipe.set_epoch(loader, epoch)
         batches += [batch[0] for batch in loader]
         assert torch.equal(batches[-1], data.__getitems__(range(64))[0])
     assert not torch.equal(*batches)
