@@ -237,7 +237,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 4d4bdc748245: the same text, byte for byte, in all recipes
+# ============================= machinery 4cbc12fcb2f1: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -922,8 +922,9 @@ def choose_device(args):
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
         exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
-    machines = utils.get_int_from_env(["WORLD_SIZE"], 1) // processes
-    remedy = f"accelerate launch --multi_gpu --num_processes {gpus * machines}"
+    total = gpus * utils.get_int_from_env(["WORLD_SIZE"], 1) // processes  # of all machines
+    multi = "--multi_gpu " if total > 1 else ""  # or 1gpu.yaml starts one process
+    remedy = f"accelerate launch {multi}--num_processes {total}"
     if LAUNCHED == {"TORCHELASTIC_RUN_ID"}:
         remedy = f"torchrun --nproc_per_node {gpus}"
     if 0 < gpus < processes:

@@ -80,17 +80,20 @@ def test_the_users_number_of_threads_is_taken(start, environment, flag, threads)
     assert torch.get_num_threads() == threads
 
 
-def test_more_processes_than_gpus_are_an_error_before_any_collective(start):
+def test_more_processes_than_gpus_are_an_error_before_any_collective(start, monkeypatch):
     """Two ranks on one GPU would wait for each other for ever."""
     one = {"device_count": 1, "is_available": True}
-    launchers = (
-        ({"TORCHELASTIC_RUN_ID": "1"}, "torchrun --nproc_per_node 1"),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch .*--num_processes 3"),
+    accelerate = {"ACCELERATE_MIXED_PRECISION": "no"}
+    cases = (
+        ({"TORCHELASTIC_RUN_ID": "1"}, "2", "torchrun --nproc_per_node 1"),
+        (accelerate, "2", "accelerate launch --num_processes 1"),
+        (accelerate, "6", "accelerate launch --multi_gpu --num_processes 3"),
     )
-    for environment, remedy in launchers:
-        of_three_machines = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", **environment}
+    for environment, world_size, remedy in cases:
+        environment |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "2"}
         with pytest.raises(Exit, match=rf"2 processes, 1 GPU\(s\): {remedy}, or --cpu"):
-            start(environment=of_three_machines, **one)
+            start(environment=environment, **one)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):

@@ -15,10 +15,10 @@ RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
 WITH_MACHINERY = [REFERENCE, *COPIES]
 LINES = {
-    "ddp_cifar": 1061,
-    "amp_cifar": 1137,
-    "pipeline_cifar": 1364,
-    "sharded_cifar": 1394,
+    "ddp_cifar": 1062,
+    "amp_cifar": 1138,
+    "pipeline_cifar": 1365,
+    "sharded_cifar": 1395,
     "data_parallel_cifar": 320,
 }
 # Functions that a recipe has under the reference's name, but with another text.
