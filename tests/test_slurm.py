@@ -85,7 +85,7 @@ class Job:
         sooner."""
         self.until("PENDING")
         assert self.show("Restarts") == str(restarts)
-        assert self.processes() == []
+        self.wait(lambda: self.processes() == [], "end of its processes")
         self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3")
 
     def steps(self):
