@@ -233,7 +233,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 4cbc12fcb2f1: the same text, byte for byte, in all recipes
+# ============================= machinery 4de339ecf84c: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -273,7 +273,7 @@ def sample_rows(metrics):
 
 
 def means(names, sums, samples):
-    """Return {name: mean} from the sums of `sample_rows`, (M + 2,), over so many samples."""
+    """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit unless of `samples` rows."""
     *totals, weight, counted = sums.tolist()
     if counted != samples:
         exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")

@@ -80,20 +80,21 @@ def test_the_users_number_of_threads_is_taken(start, environment, flag, threads)
     assert torch.get_num_threads() == threads
 
 
-def test_more_processes_than_gpus_are_an_error_before_any_collective(start, monkeypatch):
+@pytest.mark.parametrize(
+    ("launcher", "world_size", "remedy"),
+    [
+        ("TORCHELASTIC_RUN_ID", "2", "torchrun --nproc_per_node 1"),
+        ("ACCELERATE_MIXED_PRECISION", "2", "accelerate launch --num_processes 1"),
+        ("ACCELERATE_MIXED_PRECISION", "6", "accelerate launch --multi_gpu --num_processes 3"),
+    ],
+)
+def test_more_processes_than_gpus_are_an_error_before_any_collective(
+    start, launcher, world_size, remedy
+):
     """Two ranks on one GPU would wait for each other for ever."""
-    one = {"device_count": 1, "is_available": True}
-    accelerate = {"ACCELERATE_MIXED_PRECISION": "no"}
-    cases = (
-        ({"TORCHELASTIC_RUN_ID": "1"}, "2", "torchrun --nproc_per_node 1"),
-        (accelerate, "2", "accelerate launch --num_processes 1"),
-        (accelerate, "6", "accelerate launch --multi_gpu --num_processes 3"),
-    )
-    for environment, world_size, remedy in cases:
-        environment |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "2"}
-        with pytest.raises(Exit, match=rf"2 processes, 1 GPU\(s\): {remedy}, or --cpu"):
-            start(environment=environment, **one)
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    environment = {launcher: "no", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(Exit, match=rf"2 processes, 1 GPU\(s\): {remedy}, or --cpu"):
+        start(environment=environment, device_count=1, is_available=True)
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):

@@ -161,15 +161,16 @@ def project(tmp_path):
 
 
 MINE = "../mine/my_cifar.py"
+OLD, NEW = "timedelta(hours=1)", "timedelta(hours=3)"  # of the machinery
 
 
 def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
-    process, before, after = project("ddp_cifar.py", "timedelta(hours=1)", "timedelta(hours=3)")
+    process, before, after = project("ddp_cifar.py", OLD, NEW)
     updated = "".join(f"{path.name}: updated\n" for path in WITH_MACHINERY)
     assert (process.returncode, process.stdout) == (0, updated), process.stderr
     for path in COPIES:
         assert without_banner(after[path.name]) == without_banner(
-            before[path.name].replace("timedelta(hours=1)", "timedelta(hours=3)")
+            before[path.name].replace(OLD, NEW)
         )
     for name in (BASELINE.name, "my_cifar.py"):
         assert after[name] == before[name]
@@ -184,33 +185,20 @@ def without_banner(text):
 
 @pytest.mark.parametrize(("edited", "arguments"), [("amp_cifar.py", []), ("my_cifar.py", [MINE])])
 def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, arguments):
-    process, before, after = project(edited, "timedelta(hours=1)", "timedelta(hours=3)", *arguments)
+    process, before, after = project(edited, OLD, NEW, *arguments)
     assert process.returncode == 1 and before == after
     assert f"{edited}: its machinery was edited" in process.stderr
     changed = [line for line in process.stdout.splitlines() if line[0] in "+-"][2:]
-    assert [
-        "timedelta(hours=3)" in changed[0],
-        "timedelta(hours=1)" in changed[1],
-        len(changed),
-    ] == [True, True, 2]
+    assert [NEW in changed[0], OLD in changed[1], len(changed)] == [True, True, 2]
 
 
 def test_make_sync_gives_a_copy_outside_the_project_the_newest_machinery(project):
     """And keeps all else of it; the recipes stay as they are."""
-    project(
-        "my_cifar.py",
-        "def synthetic_images(samples, seed):",
-        "def synthetic_images(samples, seed):  # mine",
-        MINE,
-    )
-    process, before, after = project(
-        "ddp_cifar.py", "timedelta(hours=1)", "timedelta(hours=3)", MINE
-    )
+    own = "def synthetic_images(samples, seed):"
+    project("my_cifar.py", own, f"{own}  # mine", MINE)
+    process, before, after = project("ddp_cifar.py", OLD, NEW, MINE)
     assert (process.returncode, process.stdout) == (0, "my_cifar.py: updated\n"), process.stderr
-    mine, newest = (
-        after.pop("my_cifar.py"),
-        before["amp_cifar.py"].replace("timedelta(hours=1)", "timedelta(hours=3)"),
-    )
+    mine, newest = after.pop("my_cifar.py"), before["amp_cifar.py"].replace(OLD, NEW)
     assert without_banner(mine.replace("  # mine", "")) == without_banner(newest)
     assert "  # mine" in mine
     assert after == {name: before[name] for name in after}
