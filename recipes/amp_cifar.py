@@ -110,15 +110,10 @@ def make_optimizer(model, args, total_steps):
     peak = args.lr * args.global_batch_size / 128
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": can_fuse(args)}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
-    schedule = torch.optim.lr_scheduler.LambdaLR
-    return optimizer, schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
-
-
-def lr_lambda(step, total_steps):
-    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up,
-    for large global batches (Goyal et al. 2017, arXiv:1706.02677), then linear decay to zero."""
-    warmup = max(1, total_steps // 5)
-    return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
+    # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to zero one step after the last.
+    schedule = torch.optim.lr_scheduler.OneCycleLR
+    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
+    return optimizer, schedule(optimizer, peak, total_steps + 1, **shape)
 
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
@@ -237,7 +232,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 409b59dfac6f: the same text, byte for byte, in all recipes
+# ============================= machinery d79febee3693: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -340,7 +335,7 @@ class Metrics:
         parts = [self.sums, norms.to(self.sums), own.to(self.sums, non_blocking=True)]
         by_rank = self.accelerator.gather(torch.cat(parts)[None]).cpu()
         seconds = time.perf_counter() - self.clock
-        *sums, weight_norms, grad_norms, data_seconds, memory = by_rank.T
+        *sums, weight_norms, grad_norms, waited, memory = by_rank.T
         samples = (self.step - self.last_line) * self.config["global_batch_size"]
         values = means(self.names, torch.stack(sums).sum(1), samples)
         if not math.isfinite(values["loss"] + weight_norms.sum()):
@@ -354,11 +349,9 @@ class Metrics:
             what = f"at step {self.step}, which is not saved, ranks {ranks} have other weights"
             exit_with_error(f"{what} than rank 0: call model(...), not model.module or its methods")
         values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
-        if grad_norm is not None:
-            values["grad_norm"] = float(grad_norm)
-        details |= {"seconds": seconds, "data_wait": data_seconds.max().item() / seconds}
-        details["slowest_rank"] = data_seconds.argmax().item()  # it waited the longest for data
-        details["peak_memory_gib"] = memory.max().item()
+        values |= {} if grad_norm is None else {"grad_norm": float(grad_norm)}
+        details |= {"seconds": seconds, "data_wait": waited.max().item() / seconds}
+        details |= {"slowest_rank": waited.argmax().item(), "peak_memory_gib": memory.max().item()}
         self.write("train", values, details)
         self.sums = 0
         self.last_line = self.step
@@ -398,9 +391,8 @@ class Metrics:
 
 # -------------------------------------------------------------------------------- reproducible data
 def set_batch_sizes(args, accelerator, replicas, multiple=1):
-    """Divide the global batch among `replicas` of the model, and each share into the fewest equal
-    microbatches of at most `args.batch_size` samples, a multiple of `multiple`. Set
-    `args.global_batch_size` and `args.batch_size`. Return the number of microbatches of a step."""
+    """Divide `args.global_batch_size` among `replicas`, and each share into the fewest equal
+    microbatches. Set `args.batch_size` to their size, a multiple of `multiple`; return how many."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
     if rest:
@@ -499,15 +491,14 @@ def reproducible(loaders, args):
     """Return the loaders, for training and test, with datasets that repeat an epoch's random
     numbers. Exit with an error if one cannot be resumed exactly, or has another batch size."""
     samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
-    for name, loader in zip(("training", "test"), loaders, strict=True):
+    for drop_last, loader in zip((True, False), loaders, strict=True):
         batches = loader.batch_sampler
         known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
-        drop_last = name == "training"
         same_size = loader.batch_size == args.batch_size or not drop_last
         if not (known and len(loader.dataset) and batches.drop_last == drop_last and same_size):
             needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={drop_last}"
             remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
-            exit_with_error(f"load_data: the DataLoader for {name} needs {remedy}")
+            exit_with_error(f"load_data: a DataLoader needs {remedy}")
         # DataLoader forbids an assignment, since a sampler may belong to the dataset.
         object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, args.seed))
     return loaders
@@ -595,8 +586,8 @@ class Checkpoints:
     def save(self, step, metrics):
         """Write a checkpoint; delete all but the newest `--keep`. Return how long it took, in s."""
         began = time.perf_counter()
-        content = {"config": self.config, "step": step, "metrics": metrics}
-        content["states"] = self.collect_states()
+        states = self.collect_states()
+        content = {"config": self.config, "step": step, "metrics": metrics, "states": states}
         path = self.directory / self.pattern.replace("[0-9]" * 8, f"{step:08}")
         try:
             self.write(content, path)
@@ -641,15 +632,12 @@ def load_weights(model, path):
         exit_with_error("build_model: the model is in eval mode: return model.train()")
     if path:
         own = model.state_dict()
-        try:
-            weights = utils.load_state_dict(path)  # runs no code
-            for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
-                weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
-            fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
-            if not fitting:
-                raise ValueError("no tensor fits this model")
-        except Exception as error:  # another kind of file makes the readers raise many types
-            exit_with_error(f"argument --weights: cannot load {path} ({error!r:.200})")
+        weights = utils.load_state_dict(path)  # runs no code
+        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
+            weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
+        fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
+        if not fitting:
+            exit_with_error(f"argument --weights: no tensor of {path} fits this model")
         missing = ", ".join(model.load_state_dict(fitting, strict=False).missing_keys)
         if os.environ.get("RANK", "0") == "0":
             say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
@@ -666,8 +654,9 @@ class StopSignal:
         self.group = accelerator.cpu_group
         self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.pending = None
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-        self.signals = {x for x in numbers if signal.getsignal(x) != signal.SIG_IGN}  # nohup: HUP
+        self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
+            self.signals.remove(signal.SIGHUP)
         # Python writes the number of a signal there, also while the main thread waits in C code.
         self.numbers, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
@@ -681,22 +670,15 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
 
     def watch(self):
-        while True:
+        """Note the first signal, or that the launcher has died, and say so."""
+        number = 0
+        while number not in self.signals:
             with suppress(TimeoutError):
-                self.receive(self.numbers.recv(1)[0])
-            if LAUNCHED and os.getppid() != LAUNCHER and not self.received:  # it has died
-                self.receive(signal.SIGTERM)
-
-    def receive(self, number):
-        """Note a signal and say so. A second Ctrl-C ends this process at once."""
-        if number in self.signals and not self.received:
-            self.received = number
-            self.time = time.monotonic()
-            again = " (Ctrl-C again: abort)" if number == signal.SIGINT else ""
-            say(f"{signal.Signals(number).name}: stopping after this step{again}")
-        elif self.received == signal.SIGINT and number in (signal.SIGINT, signal.SIGTERM):
-            if time.monotonic() - self.time > 1:  # before, the launcher passes the first one on
-                exit_now(128 + number)
+                number = self.numbers.recv(1)[0]
+            if LAUNCHED and os.getppid() != LAUNCHER:
+                number = signal.SIGTERM
+        self.received = number
+        say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-\\ aborts)")
 
     def vote(self):
         """Return the signal on which all ranks stop now, or 0: the result of the vote that was
@@ -751,10 +733,9 @@ class HangDetector:
         stack = traceback.extract_stack(frame)
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
-        own = [line for line in stack if line.filename == __file__][-1]
+        at = [line for line in stack if line.filename == __file__][-1]
         waits = frame.f_code in self.functions or bool(self.files.search(stack[-1].filename))
-        where = f"line {own.lineno}, in {own.name}"
-        self.store.set(NAME, json.dumps([self.progress, waits, where]))
+        self.store.set(NAME, json.dumps([self.progress, waits, f"line {at.lineno}, in {at.name}"]))
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.store.wait(self.names, timedelta(seconds=self.timeout / 2))
         present = [name for name in self.names if self.store.check([name])]
@@ -804,10 +785,9 @@ def exit_with_exception(error):
     time.sleep(1)  # by SIGTERM the launcher ends a rank that failed because another one had
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
-    message = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
-    where = f"in {place[1]}, line {place[0]} of {Path(__file__).name}"
-    details = "" if isinstance(error, OSError) else text
-    exit_with_error(f"{type(error).__name__}: {message}, {where}", 1, details)
+    message = f"{type(error).__name__}: {' ... '.join(dict.fromkeys([lines[0], lines[-1]]))}"
+    message += f", in {place[1]}, line {place[0]} of {Path(__file__).name}"
+    exit_with_error(message, 1, "" if isinstance(error, OSError) else text)
 
 
 def exit_with_error(message, status=2, details=""):
@@ -970,13 +950,12 @@ def describe(args, accelerator, steps, loaders, optimizer, **more):
     """Return what summary.json and each checkpoint say about a run: its flags, and where it ran.
     Exit with an error if ranks have other data, or another output directory."""
     samples = [len(loader.dataset) for loader in loaders]
-    directory = Path(args.output_dir)
-    files = [lock.read_text() for lock in directory.glob("run.lock")]
-    files += sorted(path.name for path in directory.glob("step-*"))
+    files = [lock.read_text() for lock in Path(args.output_dir).glob("run.lock")]
+    files += sorted(path.name for path in Path(args.output_dir).glob("step-*"))
     common = {"samples for training and test": samples, "files in --output-dir": files}
     exit_if_ranks_differ(common, "all machines have to share the data and the directory")
     git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
     config = {
         "recipe": RECIPE,
         **vars(args),
@@ -1138,8 +1117,7 @@ def cifar10(directory, accelerator):
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            what = f"no CIFAR-10 in --data-dir {directory} ({error})"
-            exit_with_error(f"{what}: use --data synthetic")
+            exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
 

@@ -87,15 +87,10 @@ def make_optimizer(model, args, total_steps):
     peak = args.lr * args.global_batch_size / 128
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
-    schedule = torch.optim.lr_scheduler.LambdaLR
-    return optimizer, schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))
-
-
-def lr_lambda(step, total_steps):
-    """Return the factor on the peak learning rate at optimizer step `step`, from 0: linear warm-up,
-    for large global batches (Goyal et al. 2017, arXiv:1706.02677), then linear decay to zero."""
-    warmup = max(1, total_steps // 5)
-    return min((step + 1) / warmup, (total_steps - step) / max(1, total_steps - warmup))
+    # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to zero one step after the last.
+    schedule = torch.optim.lr_scheduler.OneCycleLR
+    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
+    return optimizer, schedule(optimizer, peak, total_steps + 1, **shape)
 
 
 def parse_args():
@@ -291,8 +286,7 @@ def cifar10(directory, accelerator):
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            what = f"no CIFAR-10 in --data-dir {directory} ({error})"
-            exit_with_error(f"{what}: use --data synthetic")
+            exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
 

@@ -149,7 +149,7 @@ CASES = {  # (processes, recipe, where it stalls, how, the function that is name
     "stalls in a pipeline": (4, "pipeline_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
     "stalls while the others wait for its shard": (2, "sharded_cifar", IN_EVALUATION, SLEEP, "log"),
     "stalls in its dataset": (2, "ddp_cifar", IN_DATASET, SLEEP, "save"),
-    "stalls in a worker": (2, "pipeline_cifar", IN_WORKER, SLEEP, "left_in"),
+    "stalls in a worker": (2, "pipeline_cifar", IN_WORKER, SLEEP, "timed_next"),
     "is stopped": (2, "sharded_cifar", IN_COMPUTE_LOSS, STOP, None),
     "is stopped, of four": (4, "pipeline_cifar", IN_COMPUTE_LOSS, STOP, None),
     "calls a collective alone": (2, "ddp_cifar", ONE_SIDED, "", None),
@@ -202,7 +202,7 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
     else:
         place = re.fullmatch(rf"rank {processes - 1} on {HOST} \(line (\d+), in (\w+)\)", named)
         assert place and place[2] == function, named
-        line = SLEEP if where != IN_WORKER else "microbatches = list("
+        line = SLEEP if where != IN_WORKER else "batch = next("
         assert line in script.read_text().splitlines()[int(place[1]) - 1]
     stacks = re.findall(
         rf"^mine: no step for {TIMEOUT} s, rank (\d) on {HOST} is at\n  File", output, re.M

@@ -142,7 +142,7 @@ MISTAKES = {
         lambda: count_pipelines(chunks=7),
         "takes two processes, not 1: launch",
     ),
-    "uneven": (lambda: count_pipelines(2, batch_size=100), "--chunks: 100 samples do not make 8"),
+    "uneven": (lambda: count_pipelines(2, batch_size=100), "--chunks: choose a divisor of 100"),
     "1f1b": (
         lambda: count_pipelines(2, schedule="1f1b", chunks=1),
         "1f1b needs at least 2",
