@@ -266,7 +266,7 @@ def run_recipe(name, *flags):
     recipe.load_data = functools.partial(load_endless_data, recipe.load_data)
     recipe.evaluate = lambda *_: {"test_loss": 0.0}
     if hasattr(recipe, "Checkpoints"):
-        recipe.Checkpoints.save = lambda *_: None
+        recipe.Checkpoints.save = lambda *_: 0.0
     sys.argv[1:] = flags
     recipe.main()
 

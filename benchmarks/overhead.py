@@ -40,7 +40,7 @@ class Training:
         self.recipe = recipe
         self.args = args
         self.accelerator = accelerator
-        loaders = recipe.reproducible(recipe.load_data(args, accelerator), args.seed)
+        loaders = recipe.reproducible(recipe.load_data(args, accelerator), args)
         self.loader, _ = accelerator.prepare(*loaders)
         self.batches = self.endless_batches()
         self.cached = next(self.batches)

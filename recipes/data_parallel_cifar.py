@@ -129,12 +129,6 @@ def exit_with_error(message):
     sys.exit(2)
 
 
-def exit_if_any_failed(problem):
-    """Exit with an error if there is a problem. In ddp_cifar.py this asks all processes."""
-    if problem:
-        exit_with_error(problem)
-
-
 def make_accelerator(args):
     """Return the Accelerator. Exit with an error if the launcher asks for more than one process."""
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:  # Accelerate would wrap the model in DDP
@@ -292,14 +286,13 @@ class ImageTensors(Dataset):
 def cifar10(directory, accelerator):
     """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
     per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
-    problem = None  # no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            problem = f"no CIFAR-10 in --data-dir {directory} ({error}): use --data synthetic"
-    exit_if_any_failed(problem)
+            what = f"no CIFAR-10 in --data-dir {directory} ({error})"
+            exit_with_error(f"{what}: use --data synthetic")
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
 

@@ -24,6 +24,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -44,7 +45,6 @@ from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches,
 from rich.console import Console
 from rich.progress import Progress
 from torch import distributed, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -56,7 +56,7 @@ def add_flags(parser):
     add("--data", choices=("cifar10", "synthetic"), default="cifar10", help="default: cifar10")
     add("--data-dir", default="data", help="CIFAR-10 directory (downloaded if missing)")
     add("--model", choices=("resnet50", "simple_cnn"), default="resnet50", help="default: resnet50")
-    add("--stem", choices=("cifar", "imagenet"), default="cifar", help="cifar (default): 3x3")
+    add("--stem", choices=("cifar", "imagenet"), default="cifar", help="cifar (default): 3x3 conv")
 
 
 def load_data(args, accelerator):
@@ -131,8 +131,8 @@ def lr_lambda(step, total_steps):
 
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
-    """Take one optimizer step over a list of batches. Return their metrics and, if it is measured
-    or clipped, the gradient's norm before clipping, else None: all still on the device."""
+    """Take one optimizer step over an iterator of batches. Return their metrics and, if it is
+    measured or clipped, the gradient's norm before clipping, else None: all still on the device."""
     metrics = []
     for index, batch in enumerate(microbatches):
         # In the whole step: any number of pipelines draws the same dropout; its stages differ.
@@ -141,8 +141,8 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, args, ste
         metrics.append(run_pipeline(model, batch))  # forward and backward, chunk by chunk
     divide_by_mean_weight(accelerator, model, metrics)
     grad_norm = None
-    if args.clip_norm or measure_norm:  # to clip to infinity only measures
-        grad_norm = clip_both_stages(accelerator, model, args.clip_norm or math.inf)
+    if args.clip_norm or measure_norm:
+        grad_norm = clip_both_stages(accelerator, model, args.clip_norm)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -152,7 +152,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, args, ste
 @torch.no_grad()
 def evaluate(accelerator, model, loader, hang, stop):
     """Return {"test_loss": mean, ...} over the test set, or None if a signal stops the run."""
-    set_epoch(loader, 0)  # the same random transforms in each evaluation
+    loader.set_epoch(0)  # the same random transforms in each evaluation
     modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
     model.eval()
     send_buffers(model, model.buffers())  # all use the first pipeline's BatchNorm statistics
@@ -162,7 +162,7 @@ def evaluate(accelerator, model, loader, hang, stop):
         seed_rng("evaluation", number, model.group.rank())
         rows = sample_rows(run_pipeline(model, batch))
         sums += rows[: samples_left(model, loader, index)].sum(0)  # drops the padding
-        hang.made_progress()
+        hang.progress += 1
         if stop.vote():
             return None
     for module, mode in modes.items():
@@ -171,16 +171,15 @@ def evaluate(accelerator, model, loader, hang, stop):
     return {f"test_{name}": value for name, value in values.items()}
 
 
-@record  # the launcher shows the traceback of the rank that failed first
 def main():
     args = parse_args(add_flags, add_technique_flags)
     lock_output_directory(args.output_dir)
     pipelines = count_pipelines(args)
     accelerator = make_accelerator(args, args.precision)
     check_bf16(args)
-    accumulation = divide_global_batch(args, accelerator, pipelines, args.chunks)
+    accumulation = set_batch_sizes(args, accelerator, pipelines, args.chunks)
     seed_rng(args.seed)  # for the initial weights
-    loaders = reproducible(load_data(args, accelerator), args.seed)
+    loaders = reproducible(load_data(args, accelerator), args)
     train_loader, test_loader = prepare_loaders(accelerator, loaders)
     steps = Steps(train_loader, accumulation, args)
 
@@ -192,16 +191,17 @@ def main():
 
     plain = accelerator.unwrap_model(model.stage)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
-    config = describe(args, accelerator, steps, optimizer, **describe_stages(args, plain))
+    stages = describe_stages(args, plain)
+    config = describe(args, accelerator, steps, loaders, optimizer, **stages)
     checkpoints = PipelineCheckpoints(accelerator, config, states)
+    stop = StopSignal(accelerator)  # above what starts DataLoader's workers: signals would end them
     checkpoint = checkpoints.find()
     set_up_stages(model, next(iter(train_loader)))
     if checkpoint:
         checkpoints.load_states(checkpoint["states"])
-        steps.done = checkpoint["step"]
+        steps.resumed_from = checkpoint["step"]
     metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
     del checkpoint  # its file is mapped: deleted by a later save, it would still take disk space
-    stop = StopSignal(accelerator)
     hang = HangDetector(accelerator, args.hang_timeout)
 
     for epoch in steps.epochs_left():
@@ -214,14 +214,14 @@ def main():
                 accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
             )
             metrics.add(step, values)
-            hang.made_progress()
+            hang.progress += 1
             stopping = stop.vote()  # a signal, the same on all ranks, or 0
             if line_due or stopping:
                 weight_norm = nn.utils.get_total_norm(model.parameters())
                 # A run whose loss or weights are not finite ends here, before it saves them.
                 metrics.log(weight_norm, learning_rate, grad_norm)
             if save_due or stopping:
-                checkpoints.save(step, metrics.text)
+                metrics.write("checkpoint", {"save_seconds": checkpoints.save(step, metrics.text)})
                 metrics.start_clock()
             exit_if_stopped(accelerator, stopping, step)
         test = evaluate(accelerator, model, test_loader, hang, stop)
@@ -237,7 +237,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 4de339ecf84c: the same text, byte for byte, in all recipes
+# ============================= machinery 60dcb0b26e54: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -288,11 +288,13 @@ def means(names, sums, samples):
 class Metrics:
     """Means over all processes, for the screen, metrics.jsonl, summary.json and a tracker."""
 
+    parts = 1  # ranks r and r + parts hold the same weights
+
     def __init__(self, accelerator, config, steps, text):
         self.accelerator = accelerator
         self.config = config
         self.steps = steps
-        self.step = self.last_line = steps.done  # the newest, and that of the last line
+        self.step = self.last_line = steps.resumed_from  # the newest, and that of the last line
         self.names = []
         self.sums = 0  # of `sample_rows`, since the last line
         self.newest = {}  # value of each name
@@ -305,16 +307,19 @@ class Metrics:
         accelerator.init_trackers(RECIPE, {name: str(x) for name, x in config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
         plain = not (is_main and self.console.is_interactive)
-        self.progress = Progress(console=self.console, disable=plain, redirect_stderr=os.isatty(2))
-        self.bar = self.progress.add_task("steps", total=steps.total, completed=steps.done)
-        self.console.print_json(data={**config, "resumed_from": steps.done}, highlight=False)
+        # Redirected, output of a DataLoader's worker may wait for a lock that was held at its fork.
+        self.progress = Progress(
+            console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
+        )
+        self.bar = self.progress.add_task("steps", total=steps.total, completed=self.step)
+        self.console.print_json(data={**config, "resumed_from": self.step}, highlight=False)
         self.progress.start()
         self.console.show_cursor()  # which nothing would restore after a kill
 
     def start_clock(self):
         """Measure throughput from here on: evaluations and checkpoints do not count."""
         self.clock = time.perf_counter()
-        self.steps.waited = 0.0
+        self.steps.data_seconds = 0.0
 
     def add(self, step, microbatches):
         """Add the metrics of a step's microbatches."""
@@ -328,22 +333,31 @@ class Metrics:
 
     def log(self, weight_norm, learning_rate, grad_norm, **details):
         """Write a line: means over all processes since the last one. This waits for the device.
-        Exit if loss or weights are not finite: a gradient alone may be, where fp16 skips steps."""
+        Exit if loss or weights are not finite (in fp16 a gradient may be), or if ranks differ."""
         memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        own = torch.tensor([self.steps.waited, memory / 2**30]).to(self.sums, non_blocking=True)
-        row = torch.cat([self.sums, weight_norm.to(self.sums)[None], own])
-        by_rank = self.accelerator.gather(row[None]).cpu()
+        own = torch.tensor([self.steps.data_seconds, memory / 2**30])
+        norms = torch.stack([weight_norm, weight_norm if grad_norm is None else grad_norm])
+        parts = [self.sums, norms.to(self.sums), own.to(self.sums, non_blocking=True)]
+        by_rank = self.accelerator.gather(torch.cat(parts)[None]).cpu()
         seconds = time.perf_counter() - self.clock
-        *sums, weight_norm, waited, memory = by_rank.T
+        *sums, weight_norms, grad_norms, data_seconds, memory = by_rank.T
         samples = (self.step - self.last_line) * self.config["global_batch_size"]
         values = means(self.names, torch.stack(sums).sum(1), samples)
-        if not math.isfinite(values["loss"] + weight_norm.sum()):
+        if not math.isfinite(values["loss"] + weight_norms.sum()):
             what = f"loss or weights are not finite at step {self.step}, which is not saved"
-            exit_with_error(f"{what}: lower --lr, or set --clip-norm 1")
+            exit_with_error(f"{what}: lower --lr, or set --clip-norm 1 (are all weights 0?)")
+        norms = torch.stack([weight_norms, grad_norms], dim=1).view(-1, self.parts, 2)
+        # Machines of two kinds round differently.
+        same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
+        if not same.all():
+            ranks = (~same).nonzero().flatten().tolist()
+            what = f"at step {self.step}, which is not saved, ranks {ranks} have other weights"
+            exit_with_error(f"{what} than rank 0: call model(...), not model.module or its methods")
         values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
         if grad_norm is not None:
             values["grad_norm"] = float(grad_norm)
-        details |= {"seconds": seconds, "data_wait": waited.mean().item() / seconds}
+        details |= {"seconds": seconds, "data_wait": data_seconds.max().item() / seconds}
+        details["slowest_rank"] = data_seconds.argmax().item()  # it waited the longest for data
         details["peak_memory_gib"] = memory.max().item()
         self.write("train", values, details)
         self.sums = 0
@@ -363,24 +377,30 @@ class Metrics:
         self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
         shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in values.items())
         shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
+        if self.progress.disable and event == "train":
+            left = (self.steps.total - self.step) * self.config["global_batch_size"]
+            shown += f" eta {timedelta(seconds=round(left / values['samples_per_second']))}"
         with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
             self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
 
     def finish(self):
         """Print the results and write summary.json."""
         self.progress.stop()
-        results = {"resumed_from": self.steps.done, **self.newest}
+        results = {"resumed_from": self.steps.resumed_from, **self.newest}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
-        text = json.dumps({**self.config, **results}, indent=2) + "\n"
         summary = Path(self.config["output_dir"], "summary.json")
+        if self.step == self.steps.resumed_from > 0 and summary.exists():  # it was finished before
+            results = json.loads(summary.read_text()) | self.newest
+        text = json.dumps({**self.config, **results}, indent=2) + "\n"
         replace_file(self.accelerator, summary, lambda path: path.write_text(text))
 
 
 # -------------------------------------------------------------------------------- reproducible data
-def divide_global_batch(args, accelerator, replicas, multiple=1):
+def set_batch_sizes(args, accelerator, replicas, multiple=1):
     """Divide the global batch among `replicas` of the model, and each share into the fewest equal
-    microbatches of at most `args.batch_size` samples, a multiple of `multiple`. Return how many."""
+    microbatches of at most `args.batch_size` samples, a multiple of `multiple`. Set
+    `args.global_batch_size` and `args.batch_size`. Return the number of microbatches of a step."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
     if rest:
@@ -403,42 +423,37 @@ class Steps:
         if self.per_epoch == 0:
             exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
         self.total = min(args.epochs * self.per_epoch, args.max_steps or math.inf)
-        self.done = 0  # before this run, which resumes from there
-        self.waited = 0.0  # seconds that this process waited for data
+        self.resumed_from = 0  # the step of the checkpoint from which this run resumes
+        self.data_seconds = 0.0  # in which this process waited for data
 
     def epoch_of(self, step):
         return max(step - 1, 0) // self.per_epoch
 
     def epochs_left(self):
         """Return the epochs left, also one saved after its last step: its evaluation is missing."""
-        return range(self.epoch_of(self.done), self.epoch_of(self.total) + 1)
+        return range(self.epoch_of(self.resumed_from), self.epoch_of(self.total) + 1)
 
     def left_in(self, epoch):
-        """Yield (step, its microbatches) for what is left of an epoch."""
+        """Yield (step, an iterator over its microbatches) for what is left of an epoch."""
         before = epoch * self.per_epoch
-        done = max(before, self.done)
-        set_epoch(self.loader, epoch)
+        done = max(before, self.resumed_from)
         skipped = (done - before) * self.accumulation
         loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
-        set_epoch(loader, epoch)  # before Accelerate 1.15 it has an epoch of its own
-        batches = iter(loader)
+        loader.set_epoch(epoch)  # of the order; before Accelerate 1.15 it has one of its own
+        loader.dataset.set_epoch(epoch)  # of random transforms
+        batches = self.timed(loader)
         for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
-            began = time.perf_counter()
-            microbatches = list(islice(batches, self.accumulation))
-            self.waited += time.perf_counter() - began
+            microbatches = islice(batches, self.accumulation)
             yield step, microbatches
+            list(microbatches)  # if the step left some out, the next one begins behind them
 
-
-def set_epoch(loader, epoch):
-    """Set the epoch of the order of the samples and of their random transforms."""
-    loader.set_epoch(epoch)
-    without_subset(loader.dataset).set_epoch(epoch)  # some prepared loaders do not pass it on
-
-
-def without_subset(dataset):
-    while isinstance(dataset, torch.utils.data.Subset):
-        dataset = dataset.dataset
-    return dataset
+    def timed(self, batches):
+        """Yield the batches, and note how long this process waits for each."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.data_seconds += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
 
 
 def seed_rng(*key):
@@ -452,42 +467,51 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """A map-style dataset whose random transforms depend on (seed, epoch, index) alone."""
+    """A map-style dataset whose random numbers, and those of a collate_fn, depend on (seed, epoch,
+    index) alone: the index of a sample or, if it has `__getitems__`, the first one of a batch."""
 
     def __init__(self, dataset, seed):
-        self.dataset = dataset
+        self.dataset = self.innermost = dataset
+        while isinstance(self.innermost, torch.utils.data.Subset):
+            self.innermost = self.innermost.dataset
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # with persistent workers
+        self.set_epoch(0)
 
     def __len__(self):
         return len(self.dataset)
 
     def set_epoch(self, epoch):
         self.epoch.fill_(epoch)
+        if hasattr(self.innermost, "set_epoch"):
+            self.innermost.set_epoch(epoch)
 
     def __getitem__(self, index):
         seed_rng(self.seed, self.epoch.item(), index)
         return self.dataset[index]
 
+    def __getitems__(self, indices):
+        if not hasattr(self.innermost, "__getitems__"):
+            return [self[index] for index in indices]
+        seed_rng(self.seed, self.epoch.item(), indices[0])
+        return self.dataset.__getitems__(indices)
 
-def reproducible(loaders, seed):
-    """Return the loaders, for training and test, with datasets that can repeat an epoch: those with
-    a `set_epoch` seed themselves. Exit with an error if one cannot be resumed exactly."""
-    if [isinstance(loader, DataLoader) for loader in loaders] != [True, True]:
-        exit_with_error("load_data: return two DataLoaders, for training and test")
+
+def reproducible(loaders, args):
+    """Return the loaders, for training and test, with datasets that repeat an epoch's random
+    numbers. Exit with an error if one cannot be resumed exactly, or has another batch size."""
     samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
-    for loader, drop_last in zip(loaders, (True, False), strict=True):
+    for name, loader in zip(("training", "test"), loaders, strict=True):
         batches = loader.batch_sampler
         known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
-        if not known or batches.drop_last != drop_last or len(loader.dataset) == 0:
-            remedy = f"a map-style Dataset or Subset, batch_size, shuffle, drop_last={drop_last}"
-            exit_with_error(f"load_data: a DataLoader cannot be resumed exactly: use {remedy}")
-        if not hasattr(without_subset(loader.dataset), "set_epoch"):
-            # DataLoader forbids an assignment, since a sampler may belong to the dataset.
-            object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, seed))
-        without_subset(loader.dataset).set_epoch(0)
-    samples = [len(loader.dataset) for loader in loaders]
-    exit_if_ranks_differ({"samples for training and test": samples}, "use the same data everywhere")
+        drop_last = name == "training"
+        same_size = loader.batch_size == args.batch_size or not drop_last
+        if not (known and len(loader.dataset) and batches.drop_last == drop_last and same_size):
+            needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={drop_last}"
+            remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
+            exit_with_error(f"load_data: the DataLoader for {name} needs {remedy}")
+        # DataLoader forbids an assignment, since a sampler may belong to the dataset.
+        object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, args.seed))
     return loaders
 
 
@@ -501,7 +525,7 @@ class Checkpoints:
     # A run that resumes may have other values of these.
     may_differ = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
     may_differ |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
-    may_differ |= {"accumulation", "device", "world_size", "versions"}
+    may_differ |= {"accumulation", "device", "world_size", "versions", "commit"}
 
     def __init__(self, accelerator, config, states):
         self.accelerator = accelerator
@@ -538,22 +562,18 @@ class Checkpoints:
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return the newest intact checkpoint of this run, the same one on all ranks, or None if
-        there is none. Exit with an error if none is intact, if ranks cannot read the same, or if it
-        is of a run with other flags."""
+        """Return the newest intact checkpoint, the same one on all ranks, or None. Exit with an
+        error if none is intact, if ranks read different ones, or if a flag differs from its run."""
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        names = {"checkpoints in --output-dir": [path.name for path in paths]}
-        exit_if_ranks_differ(names, "all machines have to share the directory")
         for path in paths:
-            problem = damage = None
+            damage = None
             try:
                 checkpoint = self.read(path)
             except (OSError, MemoryError) as error:  # of this rank: the file may be intact
-                problem = f"{NAME} cannot read {path} ({error}): try again, or delete it"
+                exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
             except Exception as error:
                 damage = f"{error!r:.200}"
-            exit_if_any_failed(problem)
-            exit_if_ranks_differ({f"error in {path.name}": damage}, "the same command tries again")
+            exit_if_ranks_differ({f"error in {path.name}": damage}, "rerun the command")
             if not damage:
                 break
             self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
@@ -574,11 +594,11 @@ class Checkpoints:
         return step == self.config["steps"] or any(step % x == 0 for x in every)
 
     def save(self, step, metrics):
-        """Write a checkpoint, then delete all but the newest `--keep`."""
+        """Write a checkpoint; delete all but the newest `--keep`. Return how long it took, in s."""
+        began = time.perf_counter()
         content = {"config": self.config, "step": step, "metrics": metrics}
         content["states"] = self.collect_states()
         path = self.directory / self.pattern.replace("[0-9]" * 8, f"{step:08}")
-        problem = None
         try:
             self.write(content, path)
             if self.accelerator.is_main_process:
@@ -589,8 +609,8 @@ class Checkpoints:
         except Exception as error:
             Path(self.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
             error = error.__context__ or error
-            problem = f"cannot write {path}, earlier ones stay ({error!r:.200})"
-        exit_if_any_failed(problem)
+            exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
+        return time.perf_counter() - began
 
 
 def replace_file(accelerator, path, write):
@@ -647,9 +667,8 @@ class StopSignal:
         self.group = accelerator.cpu_group
         self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.pending = None
-        self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
-            self.signals.remove(signal.SIGHUP)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+        self.signals = {x for x in numbers if signal.getsignal(x) != signal.SIG_IGN}  # nohup: HUP
         # Python writes the number of a signal there, also while the main thread waits in C code.
         self.numbers, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
@@ -694,33 +713,21 @@ class StopSignal:
 
 
 class HangDetector:
-    """Ends the run when no step is completed for `timeout` seconds, and names the rank that stalls.
+    """Ends the run when no step is completed for `timeout` seconds, and names the rank that hangs:
+    it came the least far (on GPUs, others run ahead) and, of equals, waits for no other, or it does
+    not report. A rank waits if its innermost frame is in one of these files or functions."""
 
-    Then this thread reports in the process group's store how far the main thread came, and where it
-    is. The rank that stalls came the least far: on GPUs the others run ahead. Of equals, it does
-    not wait. Or it reports nothing: it was stopped, or its machine is gone.
-    """
-
-    # A rank waits if its innermost Python frame is in such a file, or in one of these functions.
-    waiting = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
-    waits = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
+    files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
+    functions = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):
         self.timeout = timeout
-        self.progress = 0
+        self.progress = 0  # steps and batches of evaluations
         self.closed = threading.Event()
         self.names = utils.gather_object([NAME])
-        self.store = distributed.HashStore()
-        if accelerator.cpu_group:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self.store = distributed.TCPStore(*address, is_master=False)
-        self.store.delete_key(NAME)  # the report of a run that was restarted
+        self.store = accelerator.store
         threading.Thread(target=self.watch, daemon=True).start()
         faulthandler.cancel_dump_traceback_later()
-
-    def made_progress(self):
-        """Call this after each step, and after each batch of an evaluation."""
-        self.progress += 1
 
     def watch(self):
         tick = min(5.0, self.timeout / 20)
@@ -746,7 +753,7 @@ class HangDetector:
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
         own = [line for line in stack if line.filename == __file__][-1]
-        waits = frame.f_code in self.waits or bool(self.waiting.search(stack[-1].filename))
+        waits = frame.f_code in self.functions or bool(self.files.search(stack[-1].filename))
         where = f"line {own.lineno}, in {own.name}"
         self.store.set(NAME, json.dumps([self.progress, waits, where]))
         with suppress(RuntimeError):  # a rank that was stopped does not report
@@ -765,7 +772,8 @@ def say(message):
     """Print a line to stderr, if somebody reads it: Ctrl-C also ends the `tee` behind a pipe."""
     with suppress(OSError):
         line = f"{RECIPE}: {message}".replace("\n", " ")
-        sys.stderr.write(f"{line}\n")  # in one piece: `print` writes the line's end by itself
+        start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
+        sys.stderr.write(f"{start}{line}\n")  # in one piece: `print` writes the end by itself
         sys.stderr.flush()
 
 
@@ -773,37 +781,46 @@ def exit_if_stopped(accelerator, stopping, step):
     """Exit if all ranks stop by a signal: together, or the launcher would kill slower ones."""
     if stopping:
         if accelerator.is_main_process:
-            say(f"stopped after step {step}, which is saved: the same command continues")
+            say(f"stopped after step {step}, which is saved: rerun the command to resume")
         for tracker in accelerator.trackers:
             tracker.finish()
         accelerator.wait_for_everyone()
         exit_now(128 + stopping)
 
 
-def exit_if_ranks_differ(values, remedy):
+def exit_if_ranks_differ(values, remedy, of_ranks=None):
     """Exit with an error unless all ranks, which all call this, have the same {name: value}."""
-    of_ranks = utils.gather_object([values])
+    of_ranks = of_ranks or utils.gather_object([values])
     for name, own in values.items():
         others = {rank: x.get(name) for rank, x in enumerate(of_ranks) if x.get(name) != own}
         if others:
             exit_with_error(f"{name}: {own} on {NAME}, but by rank {others}: {remedy}")
 
 
-def exit_if_any_failed(problem):
-    """Exit with an error if a rank has a problem, a str, and not None. All ranks call this."""
-    for message in filter(None, utils.gather_object([problem])):
-        exit_with_error(message)
+def exit_with_exception(error):
+    """Print the traceback, unless it is an error of the system, and a line with the innermost place
+    in this file, or in a DataLoader's worker. Exit with status 1."""
+    text = traceback.format_exc()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1)  # by SIGTERM the launcher ends a rank that failed because another one had
+    place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
+    lines = str(error).strip().splitlines() or [""]
+    message = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
+    where = f"in {place[1]}, line {place[0]} of {Path(__file__).name}"
+    details = "" if isinstance(error, OSError) else text
+    exit_with_error(f"{type(error).__name__}: {message}, {where}", 1, details)
 
 
-def exit_with_error(message):
-    """Print an error in one line and exit with status 2. Any rank may call this. The first one of
-    each machine prints at once; the others seconds later, if the launcher has not ended them."""
+def exit_with_error(message, status=2, details=""):
+    """Print an error in one line, and exit. Any rank may call this. The first one of each machine
+    prints at once; the others seconds later, if the launcher has not ended them."""
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends it
         time.sleep(4 + int(os.environ["LOCAL_RANK"]))
         message = f"rank {os.environ['RANK']}: {message}"
+    sys.stderr.write(details)
     say(f"error: {message}")
-    exit_now(2)
+    exit_now(status)
 
 
 def exit_now(status):
@@ -816,10 +833,10 @@ def exit_now(status):
 
 
 # ------------------------------------------------------------------------- command line and launch
-ABOVE_0 = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
-ABOVE_0 += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
-OF_A_MACHINE = {"data_dir", "weights", "threads", "output_dir"}  # other flags are the same on all
-NOT_DONE = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
+POSITIVE = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
+POSITIVE += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
+PER_MACHINE = {"data_dir", "weights", "threads", "output_dir"}  # other flags are the same on all
+UNSUPPORTED = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
 
 
 def parse_args(*declarations):
@@ -829,7 +846,6 @@ def parse_args(*declarations):
     parser.error = exit_with_error
     for declare in declarations:
         declare(parser)
-    trackers = [x.value for x in accelerate.tracking.get_available_trackers()]
     add = parser.add_argument
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
     add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
@@ -839,18 +855,19 @@ def parse_args(*declarations):
     add("--lr", type=float, default=0.1, help="peak rate, per 128 samples of global batch (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
     add("--seed", type=int, default=0, help="for weights, order, augmentation, dropout (0)")
-    add("--cpu", action="store_true", help="train on CPU, even if GPUs are present")
+    on_cpu = utils.parse_flag_from_env("ACCELERATE_USE_CPU")  # accelerate launch --cpu
+    add("--cpu", action="store_true", default=on_cpu, help="train on CPU, even if GPUs are present")
     add("--threads", type=int, help="CPU threads per process (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")
-    add("--checkpoint-every", type=int, help="steps between checkpoints, besides each epoch's end")
+    add("--checkpoint-every", type=int, help="steps between checkpoints, besides each epoch's")
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--log-every", type=int, help="steps between lines of metrics (50 on GPUs, 10 on CPU)")
-    add("--tracker", choices=trackers, help="also send metrics there")
-    add("--hang-timeout", type=float, default=600, help="seconds without a step (600)")
+    add("--tracker", help="log to this tracker: tensorboard, wandb, ...")
+    add("--hang-timeout", type=float, default=600, help="exit after so many s without a step (600)")
     args = parser.parse_args()
-    for name in ABOVE_0:
+    for name in POSITIVE:
         value = getattr(args, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             exit_with_error(f"argument --{name.replace('_', '-')}: {value} is not above 0")
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
@@ -858,38 +875,53 @@ def parse_args(*declarations):
 
 
 def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory. The lock ends with this process. An id
-    in it continues the run in Weights & Biases."""
+    """Exit with an error if another run uses the directory. The lock ends with this process. A run
+    that resumes keeps the id in it, that of Weights & Biases."""
     try:
         os.makedirs(directory, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
             lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
             os.lockf(lock, os.F_TLOCK, 0)
-            run_id = os.pread(lock, 100, 0).decode() or os.urandom(8).hex()
+            resumes = any(Path(directory).glob("step-*"))
+            run_id = (resumes and os.pread(lock, 100, 0).decode()) or os.urandom(8).hex()
             os.pwrite(lock, run_id.encode(), 0)
+            os.fsync(lock)  # NFS: now other machines see it
             os.environ.setdefault("WANDB_RUN_ID", run_id)
             os.environ.setdefault("WANDB_RESUME", "allow")
-    except OSError as error:
-        exit_with_error(f"--output-dir {directory} is in use, or not writable ({error.strerror})")
+            script = Path(directory, Path(__file__).name)
+            if script.exists() and script.read_text() != Path(__file__).read_text():
+                say(f"{script} is of an earlier run, and differs: it is now {script.name}.old")
+                os.replace(script, f"{script}.old")
+            if not script.exists():
+                shutil.copy(__file__, script)
+    except BlockingIOError:
+        exit_with_error(f"--output-dir {directory} is in use by another run")
 
 
 def make_accelerator(args, precision, *handlers):
     """Return the Accelerator, on GPUs or, where there are none, on CPU. Its `cpu_group` is a gloo
-    process group, or None for a single process."""
+    process group, or None for a single process, and its `store` that of the process group."""
     faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
     mixed_precision = "no" if precision == "fp32" else precision
-    done = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
-    for name in (*NOT_DONE, *done):
-        told = os.environ.get(f"ACCELERATE_{name}", "no").lower()
-        if told not in ("no", "false", done.get(name)):  # it would be ignored
-            exit_with_error(f"the launcher's {name.lower()} is {told}: see this recipe's --help")
-    gpus = choose_device(args)
+    supported = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
+    for name in (*UNSUPPORTED, *supported):
+        value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
+        if value not in ("no", "false", supported.get(name)):  # it would be ignored
+            exit_with_error(f"the launcher's {name.lower()} is {value}: see this recipe's --help")
+    gpus, threads = choose_device(args)
     args.log_every = args.log_every or (50 if gpus else 10)
-    restarts = utils.get_int_from_env(["TORCHELASTIC_RESTART_COUNT"], 0)
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # In the launcher's store are the addresses of the processes that died: do not dial those.
-        store, rank, world_size = next(distributed.rendezvous("env://"))
-        store = distributed.PrefixStore(f"restart {restarts}", store)
+    store = distributed.HashStore()
+    if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:
+        store, rank, world_size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+        # The launcher's store keeps the addresses of processes that died before a restart.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = distributed.PrefixStore(f"attempt {attempt}", store)
+        # Ranks with other flags could wait for each other until a timeout: compare them first.
+        own = {f"--{k.replace('_', '-')}": x for k, x in vars(args).items() if k not in PER_MACHINE}
+        own |= {"versions": VERSIONS, "GPUs": bool(gpus)}
+        store.set(f"flags {rank}", json.dumps(own, default=str))
+        of_ranks = [json.loads(store.get(f"flags {other}")) for other in range(world_size)]
+        exit_if_ranks_differ(of_ranks[rank], "start the same command on all machines", of_ranks)
         backend = "nccl" if gpus else "gloo"
         distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
@@ -906,15 +938,15 @@ def make_accelerator(args, precision, *handlers):
     )
     if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
         exit_with_error("processes do not see each other: start them with accelerate launch")
-    flags = {f"--{k.replace('_', '-')}": x for k, x in vars(args).items() if k not in OF_A_MACHINE}
-    exit_if_ranks_differ({**flags, "versions": VERSIONS}, "start the same command on all machines")
+    torch.set_num_threads(threads)  # here: Accelerate sets another number
+    accelerator.store = store
     in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
 
 
 def choose_device(args):
-    """Select this process's GPU and its number of CPU threads; return the number of GPUs."""
+    """Select this process's GPU. Return the number of GPUs, and of CPU threads per process."""
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
     processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
@@ -922,27 +954,29 @@ def choose_device(args):
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
         exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
-    total = gpus * utils.get_int_from_env(["WORLD_SIZE"], 1) // processes  # of all machines
-    multi = "--multi_gpu " if total > 1 else ""  # or 1gpu.yaml starts one process
-    remedy = f"accelerate launch {multi}--num_processes {total}"
-    if LAUNCHED == {"TORCHELASTIC_RUN_ID"}:
-        remedy = f"torchrun --nproc_per_node {gpus}"
     if 0 < gpus < processes:
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): {remedy}, or --cpu")
+        exit_with_error(f"{processes} processes, {gpus} GPU(s): start one per GPU, or add --cpu")
     if gpus > processes and os.environ.get("LOCAL_RANK", "0") == "0":
-        say(f"{gpus - processes} of {gpus} GPUs are not used: {remedy}")
+        say(f"{gpus - processes} of {gpus} GPUs are not used: start one process per GPU")
     if gpus:
         torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     threads = args.threads or utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
         threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    torch.set_num_threads(threads)
-    return gpus
+    return gpus, threads
 
 
-def describe(args, accelerator, steps, optimizer, **more):
-    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
+def describe(args, accelerator, steps, loaders, optimizer, **more):
+    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran.
+    Exit with an error if ranks have other data, or another output directory."""
+    samples = [len(loader.dataset) for loader in loaders]
+    directory = Path(args.output_dir)
+    files = [lock.read_text() for lock in directory.glob("run.lock")]
+    files += sorted(path.name for path in directory.glob("step-*"))
+    common = {"samples for training and test": samples, "files in --output-dir": files}
+    exit_if_ranks_differ(common, "all machines have to share the data and the directory")
+    git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     config = {
         "recipe": RECIPE,
@@ -951,9 +985,11 @@ def describe(args, accelerator, steps, optimizer, **more):
         "peak_learning_rate": rates if len(rates) > 1 else rates[0],
         "steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
+        "samples": samples,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": accelerator.num_processes,
         "versions": VERSIONS,
+        "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
         **more,
     }
     return json.loads(json.dumps(config, default=str))  # plain types, to be read again
@@ -961,7 +997,8 @@ def describe(args, accelerator, steps, optimizer, **more):
 
 # =============================================================================== this recipe's own
 STAGES = 2
-ABOVE_0 += ["chunks"]
+POSITIVE += ["chunks"]
+Metrics.parts = STAGES
 Checkpoints.may_differ |= {"schedule", "chunks", "bubble", "pipelines", "stages"}
 
 
@@ -997,15 +1034,15 @@ def check_bf16(args):
 
 def count_pipelines(args):
     """Return how many pipelines the processes make. Exit with an error if they cannot make any."""
+    processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
+    if processes % STAGES:
+        remedy = "launch an even number, for example --num_processes 2"
+        exit_with_error(f"a pipeline takes two processes, not {processes}: {remedy}")
     if args.batch_size % args.chunks:
         chunks = f"{args.chunks} equal chunks"
         exit_with_error(f"argument --chunks: {args.batch_size} samples do not make {chunks}")
     if args.schedule == "1f1b" and args.chunks < STAGES:
         exit_with_error(f"argument --chunks: 1f1b needs at least {STAGES}, gpipe does not")
-    processes = utils.get_int_from_env(["WORLD_SIZE"], 1)
-    if processes % STAGES:
-        remedy = "launch an even number, for example --num_processes 2"
-        exit_with_error(f"a pipeline takes two processes, not {processes}: {remedy}")
     return processes // STAGES
 
 
@@ -1224,7 +1261,8 @@ def clip_both_stages(accelerator, model, clip_norm):
     squares = norm**2
     distributed.all_reduce(squares, group=model.group)
     norm = squares.sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
+    if clip_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
     return norm
 
 
@@ -1334,14 +1372,13 @@ class ImageTensors(Dataset):
 def cifar10(directory, accelerator):
     """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
     per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
-    problem = None  # no process may exit while others wait for it
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
         except (OSError, RuntimeError) as error:
-            problem = f"no CIFAR-10 in --data-dir {directory} ({error}): use --data synthetic"
-    exit_if_any_failed(problem)
+            what = f"no CIFAR-10 in --data-dir {directory} ({error})"
+            exit_with_error(f"{what}: use --data synthetic")
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
 
 
@@ -1360,6 +1397,5 @@ def synthetic_images(samples, seed):
 if __name__ == "__main__":
     try:
         main()
-    except Exception:
-        traceback.print_exc()
-        exit_now(1)
+    except Exception as error:
+        exit_with_exception(error)

@@ -89,7 +89,7 @@ def divided(global_batch, batch, replicas, multiple=1):
     args = SimpleNamespace(global_batch_size=global_batch, batch_size=batch)
     accelerator = SimpleNamespace()
     try:
-        accumulation = recipe.divide_global_batch(args, accelerator, replicas, multiple)
+        accumulation = recipe.set_batch_sizes(args, accelerator, replicas, multiple)
     except Exit as error:
         return str(error)
     assert accelerator.gradient_accumulation_steps == accumulation

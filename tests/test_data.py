@@ -80,12 +80,16 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
 def test_persistent_workers_see_the_crops_of_each_epoch(images_and_labels):
     """Also those of a Subset, which has no epoch itself."""
     data = augmented(images_and_labels, seed=0, epoch=0)
+    args = SimpleNamespace(batch_size=64, seed=0)
     options = {"collate_fn": tuple, "num_workers": 1, "persistent_workers": True}
     subset = torch.utils.data.Subset(data, range(64))
-    loader = Accelerator(cpu=True).prepare(DataLoader(subset, 64, **options))
+    loader = DataLoader(subset, 64, drop_last=True, **options)
+    loader, _ = recipe.reproducible((loader, DataLoader(subset)), args)
+    loader = Accelerator(cpu=True).prepare(loader)
     batches = []
     for epoch in (1, 2):
-        recipe.set_epoch(loader, epoch)
+        loader.set_epoch(epoch)
+        loader.dataset.set_epoch(epoch)
         batches += [batch[0] for batch in loader]
         assert torch.equal(batches[-1], data.__getitems__(range(64))[0])
     assert not torch.equal(*batches)
@@ -104,13 +108,14 @@ class Draws(Dataset):
 def order_and_draws(seed, epoch):
     """The indices of the samples in the order of an epoch, and what each of them has drawn."""
     flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": "x"}
-    args = SimpleNamespace(**flags, seed=seed, hang_timeout=600)
+    args = SimpleNamespace(**flags, seed=seed, hang_timeout=600, batch_size=8)
     accelerator = recipe.make_accelerator(args, "fp32")
     faulthandler.cancel_dump_traceback_later()
     loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
-    loaders = recipe.reproducible((loader, DataLoader(Draws())), seed)
+    loaders = recipe.reproducible((loader, DataLoader(Draws())), args)
     loader = accelerator.prepare(loaders[0])
-    recipe.set_epoch(loader, epoch)
+    loader.set_epoch(epoch)
+    loader.dataset.set_epoch(epoch)
     samples = [sample for batch in loader for sample in batch]
     return tuple(sample[0] for sample in samples), samples
 

@@ -36,6 +36,7 @@ def on_gpu(monkeypatch):
     # Fake parameters do not move: they are made where they belong.
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [1.0] * len(tensor))
+    monkeypatch.setattr(FakeTensor, "__bool__", lambda tensor: True, raising=False)
     monkeypatch.setattr(FakeTensor, "item", lambda tensor: 1.0)
     monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 1.0, raising=False)
     monkeypatch.setattr(FakeTensor, "share_memory_", lambda tensor: tensor)
@@ -61,8 +62,8 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     assert values["loss"].device == GPU
     written = []
     metrics = SimpleNamespace(accelerator=accelerator, config={"global_batch_size": 3}, names=[])
-    vars(metrics).update(sums=0, step=0, last_line=0, clock=0.0, bar=0)
-    vars(metrics).update(steps=SimpleNamespace(waited=0.0), start_clock=nullcontext)
+    vars(metrics).update(parts=1, sums=0, step=0, last_line=0, clock=0.0, bar=0)
+    vars(metrics).update(steps=SimpleNamespace(data_seconds=0.0), start_clock=nullcontext)
     metrics.progress = SimpleNamespace(advance=lambda bar: None)
     metrics.write = lambda event, *_: written.append(event)
     recipe.Metrics.add(metrics, 1, [values, values])
@@ -70,7 +71,7 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     recipe.Metrics.log(metrics, torch.ones((), device=GPU), 0.1, torch.ones((), device=GPU))
     assert written == ["train"]
     # An evaluation, too.
-    hang = SimpleNamespace(made_progress=lambda: None)
+    hang = SimpleNamespace(progress=0)
     stop = SimpleNamespace(vote=lambda: 0)
     test = recipe.evaluate(accelerator, model, test_loader, hang, stop)
     assert test.keys() == {"test_loss", "test_accuracy"}

@@ -65,6 +65,7 @@ class Stream(data.IterableDataset):
         return iter([])
 
 
+ARGS = SimpleNamespace(batch_size=8, seed=0)
 SAMPLES = list(range(24))  # a list is a dataset, too
 TRAIN = data.DataLoader(SAMPLES, 8, shuffle=True, drop_last=True)
 TEST = data.DataLoader(SAMPLES, 8)
@@ -75,8 +76,7 @@ OF_TWO_PROCESSES = data.DistributedSampler(SAMPLES, 2, 0)
 
 
 LOADERS = {
-    "one loader": TRAIN,
-    "datasets": (SAMPLES, SAMPLES),
+    "another batch size": (data.DataLoader(SAMPLES, 4, drop_last=True), TEST),
     "a test without the last samples": (TRAIN, TRAIN),
     "training with a smaller last batch": (TEST, TEST),
     "an empty test set": (TRAIN, data.DataLoader(data.Subset(SAMPLES, []), 8)),
@@ -92,11 +92,11 @@ LOADERS = {
 @pytest.mark.parametrize("case", LOADERS)
 def test_loaders_that_cannot_be_resumed_exactly_are_an_error(case):
     with pytest.raises(Exit, match="load_data: "):
-        recipe.reproducible(LOADERS[case], seed=0)
+        recipe.reproducible(LOADERS[case], ARGS)
 
 
 def test_loaders_of_any_dataset_with_a_length_and_an_index_are_no_error():
-    train_loader, test_loader = recipe.reproducible((TRAIN, TEST), seed=0)
+    train_loader, test_loader = recipe.reproducible((TRAIN, TEST), ARGS)
     assert len(list(train_loader)) == 3 and next(iter(test_loader)).tolist() == SAMPLES[:8]
 
 

@@ -115,9 +115,11 @@ def cut(*blocks, split="1"):
     recipe.cut(recipe.model_blocks(nn.Sequential(*blocks)), SimpleNamespace(split=split))
 
 
-def count_pipelines(**more):
+def count_pipelines(world_size=1, **more):
     flags = {"batch_size": 64, "chunks": 8, "schedule": "gpipe"}
-    recipe.count_pipelines(SimpleNamespace(**flags | more))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(world_size))
+        recipe.count_pipelines(SimpleNamespace(**flags | more))
 
 
 def last_stage(batch, keys=("loss",)):
@@ -136,9 +138,15 @@ def last_stage(batch, keys=("loss",)):
 
 linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
 MISTAKES = {
-    "one process": (lambda: count_pipelines(), "takes two processes, not 1: launch an even number"),
-    "uneven": (lambda: count_pipelines(batch_size=100), "--chunks: 100 samples do not make 8"),
-    "1f1b": (lambda: count_pipelines(schedule="1f1b", chunks=1), "--chunks: 1f1b needs at least 2"),
+    "one process": (
+        lambda: count_pipelines(chunks=7),
+        "takes two processes, not 1: launch",
+    ),
+    "uneven": (lambda: count_pipelines(2, batch_size=100), "--chunks: 100 samples do not make 8"),
+    "1f1b": (
+        lambda: count_pipelines(2, schedule="1f1b", chunks=1),
+        "1f1b needs at least 2",
+    ),
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),

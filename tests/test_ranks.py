@@ -25,6 +25,7 @@ def synthetic_images(samples, seed):
 def one_differs(recipe, name, said, more="", fewer=0):
     """The second rank has other flags, or fewer samples."""
     run = {"project": ONE_DIFFERS, "processes": 2, "env": {"MORE": more, "FEWER": str(fewer)}}
+    run["flags"] = ["--batch-size", 32]
     mark = pytest.mark.copied(recipe, **run)
     return pytest.param(name, said, marks=mark, id=f"{recipe}: {name}")
 

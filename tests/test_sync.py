@@ -29,7 +29,7 @@ OWN = {
     "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer"},
 }
 # Functions of the reference that it does not have.
-DDP = {"skip_batchnorm_broadcasts", "rebuild_buckets"}
+DDP = {"rebuild_buckets"}
 WITHOUT = {"amp_cifar": set(), "pipeline_cifar": DDP, "sharded_cifar": DDP}
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer", "lr_lambda"}

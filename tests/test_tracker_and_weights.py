@@ -22,7 +22,7 @@ def test_tensorboard_has_the_lines_of_metrics(trained):
     result = trained["ddp_cifar"]
     events = EventAccumulator(str(result.directory / "ddp_cifar")).Reload()
     tags = events.Tags()["scalars"]
-    assert {tag.partition("/")[0] for tag in tags} == {"train", "evaluation"}
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "checkpoint", "evaluation"}
     for event, lines in (("train", result.train), ("evaluation", result.evaluations)):
         names = lines[-1].keys() - {"event", "step", "epoch", "time"}
         assert {f"{event}/{name}" for name in names} == {x for x in tags if x.startswith(event)}
@@ -63,7 +63,9 @@ def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path, mo
         recipe.lock_output_directory(str(tmp_path / directory))
         return tuple(os.environ[name] for name in names)
 
-    first, again, other = told("run"), told("run"), told("other")
-    assert first == again != other and len(first[0]) == 16
+    first, (anew, _), other = told("run"), told("run"), told("other")
+    assert len({first[0], anew, other[0]}) == 3 and len(anew) == 16, "without a checkpoint"
+    (tmp_path / "run/step-00000001.pt").touch()
+    assert told("run")[0] == anew, "with one"
     assert first[1] == other[1] == "allow"
     assert told("run", ("mine", "must")) == ("mine", "must")

@@ -107,7 +107,7 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     assert [line["step"] for line in resnet_run.train] == [2, 4, 6]
     head = {"event", "epoch", "step", "time"}
     results = {"loss", "accuracy", "learning_rate", "samples_per_second", "grad_norm"}
-    measured = {"seconds", "data_wait", "peak_memory_gib"}
+    measured = {"seconds", "data_wait", "slowest_rank", "peak_memory_gib"}
     for line in resnet_run.train:
         assert line.keys() == head | results | measured
         assert line["samples_per_second"] == pytest.approx(2 * 32 / line["seconds"])
@@ -130,12 +130,13 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
 def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):
     assert control_characters(resnet_run.output) == []
     shown = [line for line in resnet_run.output.splitlines() if line.startswith("step ")]
-    assert [line.split()[1] for line in shown] == ["2/6", "4/6", "6/6", "6/6"]
+    assert [line.split()[1] for line in shown] == ["2/6"] * 2 + ["4/6"] * 2 + ["6/6"] * 3
     assert max(map(len, shown)) <= 100
-    words = shown[1].split()
-    assert words[::2] == ["step", "epoch", "loss", "accuracy", "lr", "samples/s", "grad_norm"]
+    words = shown[2].split()
+    names = ["step", "epoch", "loss", "accuracy", "lr", "samples/s", "grad_norm", "eta"]
+    assert words[::2] == names
     assert float(words[5]) == float(f"{resnet_run.train[1]['loss']:.3g}")
-    assert "test_accuracy" in shown[3]
+    assert "test_accuracy" in shown[6]
     # The config at the start is JSON, and the results at the end are.
     for fact in ('"global_batch_size": 32', '"world_size": 2', '"peak_learning_rate": 0.025'):
         assert resnet_run.output.count(fact) == 1, resnet_run.output
@@ -156,8 +157,8 @@ def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, m
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live)
     assert re.search("steps ━+ 100%", text)
     lines = [x for x in re.split(r"[\r\n]+", text) if x.startswith("step ")]
-    assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4"]
-    assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 2
+    assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4", "step 4/4"]
+    assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 3
 
 
 COMPILED = """

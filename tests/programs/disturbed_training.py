@@ -46,6 +46,7 @@ def watch_batches(recipe, directory, when, what):
     def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
         assert all(module.training for module in model.modules()), "after an evaluation, too"
         assert more[0].clip_norm == 9, "in a step without a line, too"
+        microbatches = list(microbatches)
         disturbance = what if next(steps) == when else None
         if disturbance == "stall":
             time.sleep(1000)
@@ -93,11 +94,12 @@ def kill_while_saving(recipe, operation, moment):
     def watched_save(*arguments):
         nonlocal saving
         saving = True
-        save(*arguments)
+        seconds = save(*arguments)
         saving = False
         if operation == "record":
             Path(moment).write_text("\n".join(kinds))
             recipe.Checkpoints.save = save
+        return seconds
 
     recipe.Checkpoints.save = watched_save
 

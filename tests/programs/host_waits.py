@@ -29,7 +29,8 @@ class Reads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.count += function == torch.ops.aten._local_scalar_dense.default
+        read = function == torch.ops.aten._local_scalar_dense.default
+        self.count += read and not arguments[0].is_shared()  # never on a GPU: a dataset's epoch
         return function(*arguments, **(options or {}))
 
 
@@ -49,7 +50,7 @@ accelerator = recipe.make_accelerator(args, precision)
 if precision == "fp16" and not cuda:  # as on a GPU
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu")
-loaders = recipe.reproducible(recipe.load_data(args, accelerator), 0)
+loaders = recipe.reproducible(recipe.load_data(args, accelerator), args)
 train_loader, _ = accelerator.prepare(*loaders)
 steps = recipe.Steps(train_loader, 1, args).left_in(0)
 model = recipe.build_model(args)
