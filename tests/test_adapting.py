@@ -122,12 +122,11 @@ def compute_loss(model, batch):
     logits = model(inputs)
     class_weights = torch.tensor([1.0, 3.0])
     loss = LOSS
-    return {"loss": loss, "label": labels == 1, "sum": inputs.sum(1), "score": logits[:, 1]}
+    return {"loss": loss, "label": labels == 1, "score": logits[:, 1]}
 
 
 def roc_auc_score(labels, scores):
-    pairs = scores[labels == 1, None] - scores[labels == 0]
-    return ((pairs > 0) + 0.5 * (pairs == 0)).mean().item()
+    return (scores[labels == 1, None] > scores[labels == 0]).double().mean().item()
 """
 WEIGHTED = 'F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")'
 IMBALANCED = ORDER + IMBALANCED.replace("LOSS", said(WEIGHTED))
@@ -155,7 +154,8 @@ def stop_at(step, stop):
 """
 WRITE = '        metrics.write("evaluation", test)\n'
 RMSE = said('test["test_rmse"] = test["test_mse"] ** 0.5')
-EARLY = [(WRITE, f"        {RMSE}\n{WRITE}"), *hunks("Best weights, early stopping")]
+BEST = hunks("Best weights, early stopping")
+EARLY = [(WRITE, f"        {RMSE}\n{WRITE}"), *BEST]
 MODEL = block("A language model")
 TEXT = ["--text", "text.txt", "--length", 128, "--lr", 3e-3]
 # Pairs of noisy views, of which each is to find its partner in the batch.
@@ -163,17 +163,11 @@ PAIRS = """
 import datasets
 
 
-def load_dataset(first, last):
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(last, 6, generator=generator)[first:].tolist()
-    path = f"{first}-{os.getpid()}.jsonl"
-    Path(path).write_text("".join(json.dumps({"values": row}) + chr(10) for row in rows))
-    return datasets.load_dataset("json", data_files=path, split="train", cache_dir="c")
-
-
 def load_data(args, accelerator):
-    train_set = load_dataset(0, 24)WITH_FORMAT
-    test_set = load_dataset(24, 45)WITH_FORMAT
+    rows = torch.randn(45, 6, generator=torch.Generator().manual_seed(3)).tolist()
+    train_set, test_set = (
+        datasets.Dataset.from_dict({"values": part})WITH_FORMAT for part in (rows[:24], rows[24:])
+    )
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
     return train_loader, DataLoader(test_set, args.batch_size)
 
@@ -196,6 +190,9 @@ EMA, SHARDED_EMA = (
     [(old, new.replace("0.999", "0.9")) for old, new in hunks("An average of the weights", number)]
     for number in (0, 1)
 )
+SAVE = "save_weights(accelerator, plain.state_dict(), args.output_dir)"
+WHOLE = "save_whole_model(accelerator, ema, args.output_dir)"
+SHARDED_EMA += [(old, new.replace(SAVE, WHOLE)) for old, new in BEST]
 STEP = """            values, grad_norm = train_step(
                 accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
             )
@@ -277,18 +274,14 @@ PRETRAINED = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
 
-path = str(Path(__file__).parent / "base")
-
-
-def pretrained():
-    config = AutoConfig.from_pretrained(path)
-    if WHOLE_IS_ELSEWHERE:
-        return AutoModelForCausalLM.CONFIGURED
-    return AutoModelForCausalLM.LOADED
-
 
 def build_model(args):
-    model = pretrained()
+    path = str(Path(__file__).parent / "base")
+    config = AutoConfig.from_pretrained(path)
+    if WHOLE_IS_ELSEWHERE:
+        model = AutoModelForCausalLM.CONFIGURED
+    else:
+        model = AutoModelForCausalLM.LOADED
     ADAPTED
 """
 PRETRAINED = PRETRAINED.replace("CONFIGURED", said("from_config(config, dtype=torch.float32)"))
@@ -358,6 +351,12 @@ def test_stopped_in_mid_training_and_rerun_a_copy_is_the_uninterrupted_run(adapt
     assert whole["weights"].read_bytes() == stopped["weights"].read_bytes()
 
 
+@pytest.mark.parametrize("recipe", ["amp", "pipeline", "sharded"])
+def test_diffs_fit_the_other_recipes(recipe, tmp_path):
+    lines = [*BEST, *EMA] if recipe == "amp" else BEST
+    compile(copy(f"{recipe}_cifar", tmp_path / "mine.py", *lines).read_text(), "mine.py", "exec")
+
+
 def test_early_stopping_keeps_the_best_weights_and_a_rerun_trains_no_more(adapted):
     directory, answers = adapted("early")
     run = outputs(directory / "whole")
@@ -377,31 +376,26 @@ def test_early_stopping_keeps_the_best_weights_and_a_rerun_trains_no_more(adapte
         assert all(torch.equal(saved[name], states["model"][name]) for name in saved)
 
 
-def test_each_class_is_drawn_as_often_as_any_other(adapted):
+def test_each_class_is_drawn_as_often_as_any_other_and_the_auroc_is_of_all_samples(adapted):
     run = outputs(adapted("balanced")[0] / "whole")
     rare = [line["label"] for line in run["train"]]
+    assert len(rare) == 24 and sum(rare) / 24 == pytest.approx(0.5, abs=0.1)
     assert run["summary"]["test_label"] == 12 / 96, "the test set stays, class weights or not"
-    epochs = [sum(part) / 12 for part in (rare[:12], rare[12:])]
-    assert epochs == pytest.approx([0.5, 0.5], abs=0.15)
-    sums = [line["sum"] for line in run["train"]]
-    assert len(rare) == 24
-    assert sum(sums[:12]) != pytest.approx(sum(sums[12:]), abs=1e-3), "each epoch draws anew"
-
-
-def test_the_auroc_of_the_whole_test_set_and_the_rates_of_a_cosine_with_warm_up(adapted):
-    run = outputs(adapted("balanced")[0] / "whole")
     space = functions(IMBALANCED)
     model = space["build_model"](None)
     model.load_state_dict(load_file(run["weights"]))
     inputs, labels = space["load_data"](SimpleNamespace(batch_size=96, seed=0), None)[1].dataset[:]
     exact = space["roc_auc_score"](labels, model(inputs)[:, 1])
     assert 0.6 < exact < 1 and run["summary"]["test_auroc"] == pytest.approx(exact, abs=1e-3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * 8 / 128)
+
+
+def test_the_rates_of_a_cosine_with_warm_up_are_those_of_torchs_schedules(adapted):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1 * 8 / 128)
     schedules = torch.optim.lr_scheduler
     warmup = schedules.LinearLR(optimizer, 0.25, total_iters=3)
     cosine = schedules.CosineAnnealingLR(optimizer, 20)
     schedule = schedules.SequentialLR(optimizer, [warmup, cosine], [4])
-    for line in run["train"]:
+    for line in outputs(adapted("balanced")[0] / "whole")["train"]:
         assert line["learning_rate"] == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
@@ -409,11 +403,7 @@ def test_the_auroc_of_the_whole_test_set_and_the_rates_of_a_cosine_with_warm_up(
 
 def test_a_group_of_parameters_begins_late(adapted):
     directory, _ = adapted("rows")
-    recipe = load("recipes/ddp_cifar.py")
-    space = {**vars(recipe)}
-    exec(NOISY_LINE, space)
-    recipe.seed_rng(0)
-    initial = space["build_model"](None).state_dict()
+    initial = first_weights(NOISY_LINE)
     early = torch.load(directory / "stopped/step-00000005.pt", weights_only=True)["states"]["model"]
     final = load_file(directory / "whole/model.safetensors")
     changed = {name for name, value in early.items() if not torch.equal(value, initial[name])}
@@ -480,6 +470,12 @@ def functions(project):
     return space
 
 
+def first_weights(project):
+    space = functions(project)
+    space["seed_rng"](0)
+    return space["build_model"](None).state_dict()
+
+
 def pretrained_model():
     torch.manual_seed(7)
     return functions(MODEL)["build_model"](None).bfloat16()
@@ -542,9 +538,7 @@ def test_the_traces_of_two_steps(adapted):
 
 
 def test_both_players_of_the_gan_are_trained(adapted):
-    recipe = load("recipes/ddp_cifar.py")
-    recipe.seed_rng(0)
-    initial = functions(GAN)["build_model"](None).state_dict()
+    initial = first_weights(GAN)
     final = load_file(adapted("GAN")[0] / "whole/model.safetensors")
     assert not any(torch.equal(value, initial[name]) for name, value in final.items())
 
@@ -552,6 +546,9 @@ def test_both_players_of_the_gan_are_trained(adapted):
 def test_a_sharded_average_is_that_of_ddp_for_any_world_size(adapted):
     """Evaluated, saved, and resumed on one process from the fifth of nine steps on two."""
     directory, _ = adapted("EMA, sharded")
+    names = ("whole/best", "stopped/best", "whole/model")
+    best, again, last = ((directory / f"{name}.safetensors").read_bytes() for name in names)
+    assert best == again != last
     ddp = outputs(adapted("pairs")[0] / "whole")
     for path in sorted((directory / "whole").glob("step-*"))[5:]:
         shutil.rmtree(path)
@@ -559,41 +556,27 @@ def test_a_sharded_average_is_that_of_ddp_for_any_world_size(adapted):
     run = {"processes": 1, "script": directory / "mine.py", "directory": directory}
     [(codes, output)] = forked([{**run, "flags": [*flags, "--output-dir", "whole"]}], directory)
     assert codes == [0] and '"resumed_from": 5' in output, output
-    for name in ("stopped", "whole"):
-        sharded = outputs(directory / name)
-        torch.testing.assert_close(load_file(sharded["weights"]), load_file(ddp["weights"]))
-        alone = [[line["test_alone"] for line in run["evaluations"]] for run in (sharded, ddp)]
-        assert alone[0] == pytest.approx(alone[1], rel=1e-5)
+    for run in (outputs(directory / name) for name in ("stopped", "whole")):
+        torch.testing.assert_close(load_file(run["weights"]), load_file(ddp["weights"]))
+        assert run["summary"]["test_alone"] == pytest.approx(ddp["summary"]["test_alone"], rel=1e-5)
 
 
 @pytest.mark.parametrize("what", ["LoRA", "LoRA, amp", "LoRA, sharded"])
 def test_lora_saves_what_it_trains_and_peft_loads_it(adapted, what):
     directory, _ = adapted(what)
-    whole = outputs(directory / "whole")
-    trained = load_file(whole["weights"])
+    trained = load_file(directory / "whole/model.safetensors")
     assert len(trained) == 2 * 2 * 4 and all("lora_" in name for name in trained)
     [checkpoint] = (directory / "whole").glob("step-00000007*")
-    if checkpoint.is_dir():
-        shards = [load_file(path) for path in checkpoint.glob("*.safetensors")]
-        names = [x.partition("states/model/")[2] for part in shards for x in part]
-    else:
-        names = torch.load(checkpoint, weights_only=True)["states"]["model"]
-    assert {*filter(None, names)} == trained.keys()
+    size = sum(x.stat().st_size for x in (checkpoint, *checkpoint.glob("*")) if x.is_file())
+    assert size < (directory / "base/model.safetensors").stat().st_size / 2
     space = functions(MODEL + "from peft import PeftModel")
     base = space["AutoModelForCausalLM"].from_pretrained(directory / "base", dtype=torch.float32)
-    model = space["PeftModel"].from_pretrained(base, directory / "whole").eval()
-    own = model.state_dict()
-    assert all(torch.equal(own[name], x) and x.any() for name, x in trained.items())
-    args = SimpleNamespace(text=directory / "text.txt", length=128, batch_size=99)
-    [batch] = space["load_data"](args, None)[1]
-    values = space["compute_loss"](model, batch)
-    loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
-    assert whole["summary"]["test_loss"] == pytest.approx(
-        loss.item(), rel=1e-2 if "amp" in what else 1e-4
-    )
-    ddp = load_file(outputs(adapted("LoRA")[0] / "whole")["weights"])
-    if "sharded" in what:
-        torch.testing.assert_close(trained, ddp)
+    loaded = space["PeftModel"].from_pretrained(base, directory / "whole").state_dict()
+    assert all(torch.equal(loaded[name], x) and x.any() for name, x in trained.items())
+    if what == "LoRA, sharded":
+        ddp = load_file(adapted("LoRA")[0] / "whole/model.safetensors")
+        # After 14 steps of AdamW, which divides a gradient's rounding error by its size.
+        torch.testing.assert_close(trained, ddp, rtol=0, atol=1e-3)
 
 
 def test_weights_for_a_model_from_its_config(adapted, others):
@@ -673,10 +656,8 @@ def test_shards_are_read_one_after_the_other_and_shuffled_within_a_buffer():
     buffers = (in_order("by_shard", shard, size) for size in (16, 1))
     for shuffled, epoch in zip(*buffers, strict=True):
         assert epoch.sort().values.tolist() == list(range(100))
-        assert (
-            len(shard[epoch].unique_consecutive()) == 5
-            and (shard[epoch].diff().ne(0) | epoch.diff().eq(1)).all()
-        )
+        assert len(shard[epoch].unique_consecutive()) == 5, "one after the other"
+        assert (shard[epoch].diff().ne(0) | epoch.diff().eq(1)).all(), "each from its begin"
         for part, plain in zip(shuffled.split(16), epoch.split(16), strict=True):
             assert {*part.tolist()} == {*plain.tolist()} and not torch.equal(part, plain)
 
@@ -694,14 +675,14 @@ def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
 
 
 def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
-    for epoch in in_order("mixture", [50, 400, 1000], [0.5, 0.3, 0.2], 1000):
-        source = torch.bucketize(epoch, torch.tensor([50, 450]), right=True)
-        for number, share in enumerate((0.5, 0.3, 0.2)):
-            own = epoch[source == number]
-            assert len(own) == 1000 * share
-            size = (50, 400, 1000)[number]
-            assert all(len(part.unique()) == len(part) for part in own.split(size)), "in turn"
-            counts = (source == number).cumsum(0)
+    first, sizes, shares = (0, 50, 450), (50, 400, 1000), (0.5, 0.3, 0.2)
+    for epoch in in_order("mixture", sizes, shares, 1000):
+        for begin, size, share in zip(first, sizes, shares, strict=True):
+            chosen = (begin <= epoch) & (epoch < begin + size)
+            passes = epoch[chosen].split(size)
+            assert all(len(part.unique()) == len(part) for part in passes), "all before one again"
+            counts = chosen.cumsum(0)
+            assert counts[-1] == 1000 * share
             for window in (7, 32, 250):
                 error = counts[window:] - counts[:-window] - share * window
-                assert error.abs().max() <= 1 + share * (3 - 2) + 1e-9
+                assert error.abs().max() <= 1 + share * (len(sizes) - 2) + 1e-9
