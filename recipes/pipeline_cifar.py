@@ -32,7 +32,7 @@ import traceback
 import zipfile
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count, islice
+from itertools import count
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -237,7 +237,7 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery 60dcb0b26e54: the same text, byte for byte, in all recipes
+# ============================= machinery 409b59dfac6f: the same text, byte for byte, in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -441,19 +441,17 @@ class Steps:
         loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
         loader.set_epoch(epoch)  # of the order; before Accelerate 1.15 it has one of its own
         loader.dataset.set_epoch(epoch)  # of random transforms
-        batches = self.timed(loader)
+        batches = iter(loader)
         for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
-            microbatches = islice(batches, self.accumulation)
+            microbatches = (self.timed_next(batches) for _ in range(self.accumulation))
             yield step, microbatches
             list(microbatches)  # if the step left some out, the next one begins behind them
 
-    def timed(self, batches):
-        """Yield the batches, and note how long this process waits for each."""
+    def timed_next(self, batches):
         began = time.perf_counter()
-        for batch in batches:
-            self.data_seconds += time.perf_counter() - began
-            yield batch
-            began = time.perf_counter()
+        batch = next(batches)
+        self.data_seconds += time.perf_counter() - began
+        return batch
 
 
 def seed_rng(*key):
@@ -553,7 +551,8 @@ class Checkpoints:
         """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
 
         def write_and_read(temporary):
-            torch.save(content, temporary)
+            with open(temporary, "wb") as file:  # its errors have a reason: no space left
+                torch.save(content, file)
             torch.load(temporary, "cpu", weights_only=True, mmap=True)  # types that can be read
 
         replace_file(self.accelerator, path, write_and_read)
@@ -804,7 +803,7 @@ def exit_with_exception(error):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(1)  # by SIGTERM the launcher ends a rank that failed because another one had
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
-    lines = str(error).strip().splitlines() or [""]
+    lines = str(error).strip().rstrip(".").splitlines() or [""]
     message = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
     where = f"in {place[1]}, line {place[0]} of {Path(__file__).name}"
     details = "" if isinstance(error, OSError) else text

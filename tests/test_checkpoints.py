@@ -144,6 +144,9 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_pat
     assert (directory / "model.safetensors").read_bytes() == weights
 
     intact = newest.read_bytes()
+    kept = json.loads(summary.read_text())
+    ((codes, output),) = forked([again], tmp_path)
+    assert codes == [0] and json.loads(summary.read_text()) == kept, "loss, speed and time, too"
     summary.unlink()
     ((codes, output),) = forked([again], tmp_path)
     assert codes == [0] and begin_of(output) == 20, output

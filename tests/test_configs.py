@@ -122,12 +122,14 @@ def test_an_epoch_without_one_whole_global_batch_is_an_error():
 
 
 def test_a_step_that_ignores_a_microbatch_does_not_shift_the_data_of_later_steps():
-    """As where `train_step` leaves its loop early."""
+    """As where `train_step` leaves its loop early. Microbatches come one by one."""
     args = SimpleNamespace(epochs=1, max_steps=None, global_batch_size=6)
     data = recipe.SeededSamples(range(18), 0)
     loader = torch.utils.data.DataLoader(data, batch_size=2, drop_last=True)
     loader.set_epoch = lambda epoch: None  # as a prepared one has
-    taken = []
+    taken, read = [], []
+    loader.collate_fn = lambda x: read.append(x) or torch.tensor(x)
     for _, microbatches in recipe.Steps(loader, 3, args).left_in(0):
-        taken.append(next(iter(microbatches)).tolist())
+        taken.append(next(microbatches).tolist())
+        assert len(read) == 3 * len(taken) - 2
     assert taken == [[0, 1], [6, 7], [12, 13]]

@@ -130,6 +130,38 @@ def test_each_seed_and_epoch_has_its_own_order_and_its_own_random_numbers():
     assert order_and_draws(1, 1) == epochs[-1]
 
 
+class OwnEpoch(Draws):
+    """Draws with an epoch of its own, and in whole batches."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitems__(self, indices):
+        return [(self.epoch, *self[index]) for index in indices]
+
+
+@pytest.mark.parametrize("kind", [Draws, OwnEpoch])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before(kind, workers):
+    def mixed(samples):
+        return samples, torch.rand(()).item(), numpy.random.rand(), random.random()
+
+    whole = torch.utils.data.Subset(kind(), range(40))
+    options = {"collate_fn": mixed, "num_workers": workers, "drop_last": True}
+    args = SimpleNamespace(batch_size=8, seed=0)
+    first, _ = recipe.reproducible((DataLoader(whole, 8, **options), DataLoader(whole)), args)
+    first.dataset.set_epoch(3)
+    first = list(first)
+    torch.rand(5)
+    assert len({batch[1] for batch in first}) == len({batch[3] for batch in first}) == 5
+    other = recipe.SeededSamples(whole, 0)
+    other.set_epoch(3)
+    assert mixed(other.__getitems__(range(16, 24))) == first[2]
+    assert kind is Draws or {sample[0] for sample in first[0][0]} == {3}
+    other.set_epoch(4)
+    assert mixed(other.__getitems__(range(16, 24))) != first[2]
+
+
 def test_synthetic_data_are_made_from_their_seed():
     (images, labels), (again, _), (other, _) = (recipe.synthetic_images(256, x) for x in (1, 1, 2))
     assert torch.equal(images, again) and not torch.equal(images, other)

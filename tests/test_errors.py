@@ -16,6 +16,7 @@ recipe = load(RECIPE, exits=True)
 FLAGS = {
     "a flag that does not exist": ("--bath-size 4", "unrecognized arguments: --bath-size 4"),
     "a learning rate that is no number": ("--lr fast", "argument --lr: invalid float value"),
+    "a timeout that never comes": ("--hang-timeout inf", "--hang-timeout: inf is not above 0"),
     "half an epoch": ("--epochs 0.5", "argument --epochs: invalid int value"),
     "a model that does not exist": ("--model resnet51", "(choose from resnet50, simple_cnn)"),
     "a learning rate that is not a number": ("--lr nan", "argument --lr: nan is not above 0"),
@@ -33,6 +34,14 @@ def test_a_wrong_flag_is_one_line_that_names_it(case, monkeypatch):
     with pytest.raises(Exit) as error:
         recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
     assert said in str(error.value).replace("'", "")
+
+
+def test_a_launcher_that_is_told_to_use_the_cpu_is_heard(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ddp_cifar.py"])
+    for value in ("true", "false"):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+        args = recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
+        assert args.cpu == (value == "true")
 
 
 @pytest.mark.parametrize("directory", [f"{RECIPE}/runs", "/proc/nowhere"])

@@ -35,7 +35,7 @@ WORKERS = """
 def load_data(args, accelerator):
     labels = torch.zeros(512, dtype=torch.int64)
     data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), labels)
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    options = {"num_workers": 1, "multiprocessing_context": CONTEXT, "persistent_workers": True}
     train_loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(data, 64)
 """
@@ -46,17 +46,22 @@ CASES = {
     "its terminal is closed": ([*LAUNCH, CONFIGS[2]], 1),
     "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], 128 + signal.SIGINT),
     "its launcher is killed": ([*TORCHRUN, "2"], -signal.SIGKILL),
-    "SIGTERM comes to its worker, too": ([*LAUNCH, CONFIGS[1]], -signal.SIGTERM),
+    "SIGTERM comes to each process, forkserver": ([*LAUNCH, CONFIGS[2]], 1),
+    "SIGTERM comes to each process, pipeline": ([*LAUNCH, CONFIGS[2]], 1),
 }
 
 
-def interrupted(case, directory):
-    """Start a run that would take minutes and interrupt it when it trains. Return the launcher's
-    exit code, the checkpoints, and everything that was printed while somebody read it."""
+def interrupted(case, directory, after=0):
+    """Start a run that would take minutes and interrupt it when it trains, more than `after` steps.
+    Return the launcher's exit code, the checkpoints, and everything that was printed while somebody
+    read it."""
     launcher, _ = CASES[case]
     script, metrics, log = RECIPE, directory / "run/metrics.jsonl", directory / "log"
-    if "worker" in case:
-        script = copy("ddp_cifar", directory / "ddp_cifar.py", project=WORKERS)
+    if "each process" in case:
+        recipe = "pipeline_cifar" if "pipeline" in case else "ddp_cifar"
+        context = "forkserver" if "forkserver" in case else "fork"
+        workers = WORKERS.replace("CONTEXT", repr(context))
+        script = copy(recipe, directory / "mine.py", project=workers)
     command = [*launcher, script, *SMALL, "--log-every", 1, "--output-dir", directory / "run"]
     command = [*map(str, command), "--batch-size", "16", "--epochs", "1000"]
     master, slave = os.openpty()
@@ -76,7 +81,7 @@ def interrupted(case, directory):
     def trains():
         with contextlib.suppress(OSError):
             os.read(master, 65536)  # a terminal's reader
-        return metrics.is_file() and metrics.read_text().count("\n") >= 2
+        return metrics.is_file() and metrics.read_text().count('"train"') >= after + 2
 
     try:
         wait_until(trains)
@@ -85,8 +90,11 @@ def interrupted(case, directory):
             os.close(master)
         elif "killed" in case:
             process.kill()
+        elif "each process" in case:
+            for one in (*started, process):
+                one.send_signal(signal.SIGTERM)
         else:
-            os.killpg(process.pid, signal.SIGINT if "tee" in case else signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGINT)
         code = process.wait(300)
         wait_until(lambda: not any(one.is_running() for one in started))
     finally:
@@ -95,7 +103,10 @@ def interrupted(case, directory):
                 one.kill()
     saved = [int(path.stem[5:]) for path in sorted((directory / "run").glob("step-*.pt"))]
     lines = metrics.read_text().splitlines()
-    return code, saved, json.loads(lines[-1])["step"], log.read_text() if log.exists() else ""
+    last = json.loads(lines[-1])["step"]
+    if "each process" in case and not after:
+        return interrupted(case, directory, last)  # it resumes, and is interrupted again
+    return code, saved, last, log.read_text() if log.exists() else ""
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +120,11 @@ def interruptions(tmp_path_factory):
 def test_a_run_saves_and_stops_when(interruptions, case):
     code, saved, last_line, log = interruptions[case]
     assert saved and saved[-1] == last_line, log
+    assert "each process" not in case or "resuming from" in log, "at the second time"
     assert CASES[case][1] == code, log
     if "SIGTERM" in case or "killed" in case:
         assert "SIGTERM: stopping after this step\n" in log
-        assert f"stopped after step {saved[-1]}, which is saved: the same command continues" in log
+        assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 
 def little(tmp_path, name, project, *flags, replacements=(), **more):
@@ -170,7 +182,7 @@ def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(
     assert [codes for codes, _ in answers] == [[0, 0], [143, 143], [0, 0]], answers
     batches = [output.count("evaluates batch") for _, output in answers]
     assert batches[0] == batches[2] == 16 and 4 <= batches[1] <= 6, "of two ranks"
-    assert "stopped after step 4, which is saved: the same command continues" in answers[1][1]
+    assert "stopped after step 4, which is saved: rerun the command to resume" in answers[1][1]
     assert begin_of(answers[2][1]) == 4
     texts = [(tmp_path / name / "run/metrics.jsonl").read_text() for name in ("whole", "stopped")]
     assert untimed(texts[0]) == untimed(texts[1]) and "test_loss" in texts[1]

@@ -40,7 +40,12 @@ def start(monkeypatch):
             HashStore=lambda: None,
             init_process_group=lambda *_: None,
         )
-        module.Accelerator = lambda **options: SimpleNamespace(**options, **of_this_process)
+
+        def accelerator(**options):
+            torch.set_num_threads(5)  # as Accelerate does for one process under torchrun
+            return SimpleNamespace(**options, **of_this_process)
+
+        module.Accelerator = accelerator
         return module.make_accelerator(args, precision), args
 
     call.devices = []

@@ -153,13 +153,85 @@ def test_a_model_that_is_not_finite_on_one_rank_is_not_saved(outcome):
     assert not list((outcome.directory / "run").glob("step-*"))
 
 
+BYPASS = (
+    "    logits = model(images)\n",
+    "    logits = accelerate.utils.extract_model_from_parallel(model)(images)\n",
+)
+PREPARE = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
+STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
+OWN_WEIGHTS = """    torch.manual_seed(accelerator.process_index)
+    nn.init.normal_(next(model.parameters()))
+"""
+DRIFTS = [
+    pytest.param([1], marks=mistake(BYPASS), id="a forward pass that bypasses DDP"),
+    pytest.param(
+        [1], marks=mistake((PREPARE, PREPARE + OWN_WEIGHTS)), id="weights made by each rank"
+    ),
+    pytest.param(
+        [2, 3],
+        marks=pytest.mark.copied("pipeline_cifar", (STAGE, STAGE + OWN_WEIGHTS), processes=4),
+        id="weights of a stage made by each rank",
+    ),
+]
+
+
+@pytest.mark.parametrize("ranks", DRIFTS)
+def test_ranks_that_drift_apart_exit_before_a_save(outcome, ranks):
+    line = the_line(outcome)
+    assert f"at step 1, which is not saved, ranks {ranks} have other weights than rank 0" in line
+    assert "call model(...)" in line and not list((outcome.directory / "run").glob("step-*"))
+
+
+IN_A_WORKER = """
+class Corrupt(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        raise ValueError("an image\\nis corrupt")
+
+
+def load_data(args, accelerator):
+    data = Corrupt(torch.zeros(256))
+    loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True, num_workers=1)
+    return loader, loader.__class__(data, args.batch_size)
+"""
+RAISES = [
+    pytest.param(
+        "TypeError: a mistake, in compute_loss, line",
+        marks=mistake((RETURN, f"    raise TypeError('a mistake.')\n{RETURN}")),
+        id="on all ranks",
+    ),
+    pytest.param(
+        "ValueError: Caught ValueError in DataLoader worker process 0. ... is corrupt, "
+        "in __getitem__, line",
+        marks=pytest.mark.copied("ddp_cifar", project=IN_A_WORKER, processes=2),
+        id="in a DataLoader's worker",
+    ),
+    pytest.param(
+        "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere', in compute_loss, line",
+        marks=mistake((RETURN, f"    open('nowhere')\n{RETURN}")),
+        id="of the system",
+    ),
+]
+
+
+@pytest.mark.parametrize("said", RAISES)
+def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
+    (line,) = re.findall("^mine: error: (.*)$", outcome.output, re.MULTILINE)
+    assert re.fullmatch(re.escape(said) + r" \d+ of mine.py", line), line
+    tracebacks = {"File": 0, "Valu": 2}.get(said[:4], 1)  # a worker's is in that of its rank
+    assert outcome.output.count("Traceback (most recent call last)") == tracebacks
+    number = int(re.search(r"line (\d+) of", line)[1])
+    mistake = (outcome.directory / "mine.py").read_text().splitlines()[number - 1]
+    assert "raise" in mistake or "open" in mistake
+
+
 @pytest.mark.slow
-def test_an_exception_of_one_rank_is_shown_by_the_launcher_with_its_traceback(tmp_path):
+def test_an_exception_of_the_second_rank_is_the_only_traceback_of_a_rank(tmp_path):
     bare = f"{ON_RANK_1}        raise TypeError('a mistake')\n"
     script = copy("ddp_cifar", tmp_path / "mine.py", LITTLE_DATA, (RETURN, bare + RETURN))
     command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], script, *SMALL]
     process = run(command, cwd=tmp_path, check=False)
     assert process.returncode == 1
-    first = process.stderr[process.stderr.index("Root Cause (first observed failure)") :]
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", first), first
-    assert " in compute_loss\n" in first and "TypeError: a mistake\n" in first, first
+    of_ranks, _, of_the_launcher = process.stderr.partition("mine: error: ")
+    assert of_ranks.count("Traceback") == 1 and "TypeError: a mistake\n" in of_ranks
+    assert of_the_launcher.startswith("rank 1: TypeError: a mistake, in compute_loss, line ")
+    assert "a mistake" not in of_the_launcher.partition("\n")[2]

@@ -12,6 +12,8 @@ from test_resume import begin_of
 ONE_DIFFERS = """
 if os.environ["RANK"] == "1":
     sys.argv += os.environ["MORE"].split()
+    if "--not-cpu" in sys.argv:  # as on a machine with GPUs
+        sys.argv = [x for x in sys.argv if not x.endswith("-cpu")]
 plain_images = synthetic_images
 
 
@@ -34,6 +36,7 @@ DIFFERENCES = [
     one_differs("ddp_cifar", "--lr", ("0.1", "0.05"), "--lr 0.05"),
     one_differs("ddp_cifar", "--seed", ("0", "7"), "--seed 7"),
     one_differs("pipeline_cifar", "--log-every", ("1", "5"), "--log-every 5"),
+    one_differs("amp_cifar", "--cpu", ("True", "False"), "--not-cpu"),
     one_differs("sharded_cifar", "--epochs", ("30", "5"), "--epochs 5"),
     one_differs("ddp_cifar", "samples for training and test", ("[256, 64]", "[196, 4]"), fewer=60),
     one_differs(

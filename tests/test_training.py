@@ -1,6 +1,7 @@
 """The training step and the evaluation against independent references, and a run as a whole."""
 
 import re
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -46,6 +47,23 @@ def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
     row = recipe.sample_rows({"loss": torch.ones(1)})
     samples = 2**24 + 1
     assert recipe.means(["loss"], (row * samples).sum(0), samples) == {"loss": 1}
+
+
+def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
+    """Also where its norm overflows: clipped to infinity, it would be NaN."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    monkeypatch.setattr(recipe, "compute_loss", lambda model, x: {"loss": 1e30 * model(x)[:, 0]})
+    args, schedule = SimpleNamespace(seed=0, clip_norm=None), SimpleNamespace(step=lambda: None)
+    weights = []
+    for measure in (False, True):
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-31)
+        batches = iter([torch.ones(4, 2)])
+        training = (accelerator, model, optimizer, schedule, batches, args, 1, measure)
+        _, norm = recipe.train_step(*training)
+        weights.append(model.weight.tolist())
+    assert weights[0] == weights[1] != [[1, 1]] and norm.isinf()
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 5, 6, 100])

@@ -13,6 +13,7 @@ recipe's simple_cnn; `in_float64` trains in it.
 """
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -83,11 +84,14 @@ def kill_while_saving(recipe, operation, moment):
 
         return with_moments
 
-    def save_watched(content, path):
-        with watched(open, "open")(path, "wb") as file:
+    def save_watched(content, file):
+        opened = contextlib.nullcontext(file) if hasattr(file, "write") else recipe.open(file, "wb")
+        with opened as file:
             torch.save(
                 content, SimpleNamespace(write=watched(file.write, "write"), flush=file.flush)
             )
+
+    recipe.open = watched(open, "open")
 
     save = recipe.Checkpoints.save
 
