@@ -60,7 +60,6 @@ class Noisy(torch.utils.data.TensorDataset):
         inputs, targets = super().__getitem__(index)
         return inputs + self.noise[index], targets
 
-
 def load_data(args, accelerator):
     """Few samples and much noise: soon the training learns only the noise."""
     generator = torch.Generator().manual_seed(5)
@@ -70,7 +69,6 @@ def load_data(args, accelerator):
     train_set, test_set = (torch.utils.data.Subset(whole, x) for x in (range(24), range(24, 69)))
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
     return train_loader, DataLoader(test_set, args.batch_size)
-
 
 class Centred(nn.Module):
     def __init__(self):
@@ -83,13 +81,11 @@ class Centred(nn.Module):
             self.mean.lerp_(x.detach().mean(0), 0.3)
         return x - self.mean
 
-
 def build_model(args):
     frozen = nn.Dropout(0.1).eval()  # not to be woken up by an evaluation
     fixed = nn.Linear(64, 64).requires_grad_(False)
     layers = nn.Linear(12, 64), fixed, nn.Dropout(0.1), nn.ReLU(), frozen
     return nn.Sequential(Centred(), *layers, nn.Linear(64, 1))
-
 
 def compute_loss(model, batch):
     inputs, targets = batch
@@ -102,7 +98,6 @@ class Augmented(torch.utils.data.TensorDataset):
         inputs, label = super().__getitem__(index)
         return inputs + torch.rand(()) * numpy.random.rand(), label
 
-
 def load_data(args, accelerator):
     labels = (torch.arange(96) % 8 == 0).long()
     inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3)) + labels[:, None]
@@ -112,10 +107,8 @@ def load_data(args, accelerator):
     train_loader = DataLoader(train_set, args.batch_size, drop_last=True, **workers)
     return train_loader, DataLoader(test_set, args.batch_size)
 
-
 def build_model(args):
     return nn.Linear(6, 2)
-
 
 def compute_loss(model, batch):
     inputs, labels = batch
@@ -123,7 +116,6 @@ def compute_loss(model, batch):
     class_weights = torch.tensor([1.0, 3.0])
     loss = LOSS
     return {"loss": loss, "label": labels == 1, "score": logits[:, 1]}
-
 
 def roc_auc_score(labels, scores):
     return (scores[labels == 1, None] > scores[labels == 0]).double().mean().item()
@@ -162,7 +154,6 @@ TEXT = ["--text", "text.txt", "--length", 128, "--lr", 3e-3]
 PAIRS = """
 import datasets
 
-
 def load_data(args, accelerator):
     rows = torch.randn(45, 6, generator=torch.Generator().manual_seed(3)).tolist()
     train_set, test_set = (
@@ -171,10 +162,8 @@ def load_data(args, accelerator):
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
     return train_loader, DataLoader(test_set, args.batch_size)
 
-
 def build_model(args):
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
-
 
 def compute_loss(model, batch):
     inputs = batch["values"]
@@ -208,7 +197,6 @@ def load_data(args, accelerator):
     train_loader = DataLoader(whole[:24], args.batch_size, shuffle=True, drop_last=True)
     return train_loader, DataLoader(whole[24:], args.batch_size)
 
-
 class Game(nn.Module):
     def __init__(self):
         super().__init__()
@@ -222,10 +210,8 @@ class Game(nn.Module):
         judged = F.softplus(-self.critic(inputs)) + F.softplus(self.critic(made.detach()))
         return judged.squeeze(1)
 
-
 def build_model(args):
     return Game()
-
 
 def check(model):
     for name, parameter in model.named_parameters():
@@ -243,16 +229,13 @@ def load_data(args, accelerator):
     workers = {"num_workers": 1, "persistent_workers": True}
     return DataLoader(train, drop_last=True, **options, **workers), DataLoader(data, **options)
 
-
 def read(samples):
     lines = [torch.tensor(list(sample["txt"])) for sample in samples]
     numbers = torch.tensor([int(sample["cls"]) for sample in samples])
     return nn.utils.rnn.pad_sequence(lines, batch_first=True), numbers, torch.rand(len(lines))
 
-
 def build_model(args):
     return nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.1), nn.Linear(8, 1))
-
 
 def compute_loss(model, batch):
     lines, numbers, noise = batch
@@ -273,7 +256,6 @@ BALANCED = hunks("Cosine with warm-up") + hunks("AUROC, F1")
 PRETRAINED = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
-
 
 def build_model(args):
     path = str(Path(__file__).parent / "base")
@@ -353,7 +335,7 @@ def test_stopped_in_mid_training_and_rerun_a_copy_is_the_uninterrupted_run(adapt
 
 @pytest.mark.parametrize("recipe", ["amp", "pipeline", "sharded"])
 def test_diffs_fit_the_other_recipes(recipe, tmp_path):
-    lines = [*BEST, *EMA] if recipe == "amp" else BEST
+    lines = [*EMA, *BEST] if recipe == "amp" else BEST
     compile(copy(f"{recipe}_cifar", tmp_path / "mine.py", *lines).read_text(), "mine.py", "exec")
 
 
@@ -424,12 +406,10 @@ def load_data(args, accelerator):
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
     return train_loader, DataLoader(test_set, args.batch_size)
 
-
 def build_model(args):
     model = nn.Conv2d(1, 4, 1)
     nn.init.constant_(model.bias[3:], -100.0)  # never found, and in no label
     return model
-
 
 """
 SEGMENTS = SEGMENTS.replace("torch.rand(37, 1, 1)", "torch.rand(37, 1, 1, generator=generator)")
