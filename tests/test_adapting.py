@@ -122,8 +122,8 @@ def roc_auc_score(labels, scores):
 """
 WEIGHTED = 'F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")'
 IMBALANCED = ORDER + IMBALANCED.replace("LOSS", said(WEIGHTED))
-SCHEDULE = "schedule(optimizer, lambda step: lr_lambda(step, max(1, total_steps)))"
-LATE = said("LambdaLR(optimizer, [f, g])").replace("LambdaLR", "schedule")
+SCHEDULE = "schedule(optimizer, peak, total_steps + 1, **shape)"
+LATE = said("LambdaLR(optimizer, [f, g])").replace("LambdaLR", "torch.optim.lr_scheduler.LambdaLR")
 LATE = LATE.replace("f,", "lambda step: 1.0,").replace("g]", "lambda step: float(step >= 6)]")
 GROUPS = '[{"params": model[1].parameters()}, {"params": model[6].parameters()}], lr=peak'
 ROWS = [
@@ -252,7 +252,8 @@ UNUSED = said("find_unused_parameters=True")
 GAME = [(old, new.replace("head", "generator")) for old, new in hunks("A second optimizer")]
 GAME += [*hunks("A GAN"), (f"Kwargs({UNUSED})", f"Kwargs({UNUSED}, {HOOK})")]
 GAME += [("    other.step()\n", "    check(model)\n    other.step()\n")]
-BALANCED = hunks("Cosine with warm-up") + hunks("AUROC, F1")
+COSINE = (said('"anneal_strategy": "linear"'), said('"anneal_strategy": "cos"'))
+BALANCED = [COSINE, *hunks("AUROC, F1")]
 PRETRAINED = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
@@ -369,18 +370,6 @@ def test_each_class_is_drawn_as_often_as_any_other_and_the_auroc_is_of_all_sampl
     inputs, labels = space["load_data"](SimpleNamespace(batch_size=96, seed=0), None)[1].dataset[:]
     exact = space["roc_auc_score"](labels, model(inputs)[:, 1])
     assert 0.6 < exact < 1 and run["summary"]["test_auroc"] == pytest.approx(exact, abs=1e-3)
-
-
-def test_the_rates_of_a_cosine_with_warm_up_are_those_of_torchs_schedules(adapted):
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1 * 8 / 128)
-    schedules = torch.optim.lr_scheduler
-    warmup = schedules.LinearLR(optimizer, 0.25, total_iters=3)
-    cosine = schedules.CosineAnnealingLR(optimizer, 20)
-    schedule = schedules.SequentialLR(optimizer, [warmup, cosine], [4])
-    for line in outputs(adapted("balanced")[0] / "whole")["train"]:
-        assert line["learning_rate"] == pytest.approx(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
 
 
 def test_a_group_of_parameters_begins_late(adapted):
