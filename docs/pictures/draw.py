@@ -27,6 +27,12 @@ from datetime import date
 from pathlib import Path
 from textwrap import fill
 
+try:
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+except ImportError:
+    sys.exit("draw: no picture without matplotlib: pip install matplotlib")
+
 import torch
 from accelerate import Accelerator
 from torch import distributed
@@ -294,8 +300,6 @@ PICTURES = {
 
 
 def legend(figure, colors):
-    from matplotlib.patches import Patch
-
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     figure.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
@@ -321,10 +325,6 @@ def measure(processes, recipe, flags, watch):
 
 
 def main(*names):
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        sys.exit("draw: no picture without matplotlib: pip install matplotlib")
     sys.path.append(str(ROOT / "benchmarks"))
     from bench import commit, hardware
 
