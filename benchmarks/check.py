@@ -9,13 +9,12 @@ microbatches: on one process, on two, on all GPUs if there are more, and on two 
 mid-epoch and the same command continues. A pipeline takes two and four processes. On one GPU, only
 --cpu compares numbers of processes. Compared are all metrics of all steps, and the final weights.
 
-A killed run has to be the uninterrupted one, on CPU bit for bit. Other numbers of processes sum in
-another order, and training amplifies rounding. The yardstick measures this: the first run again,
-with initial weights changed by 1e-5 of their values, a hundred roundings in fp32. Every step rounds
-anew: in step N, a relative difference may be up to 1e-5, or 3 N times the yardstick's largest one
-in this metric until then; on GPUs also after a kill. TF32 is off, and torch is deterministic.
-
-Exits with status 1 if a run fails or differs. Writes runs/check/NAME.json, and a picture.
+A killed run has to be the uninterrupted one, on CPU bit for bit. Other numbers of processes round
+differently, and training amplifies this. The yardstick measures how much: the first run again, its
+initial weights changed by 1e-5 of their values. In step N a relative difference may be up to 1e-5,
+or 3 N times the yardstick's largest one in this metric so far; on GPUs also after a kill. TF32 is
+off, algorithms are deterministic. Exits with status 1 if a run fails or differs. Writes
+runs/check/NAME.json and, if matplotlib is installed, NAME.svg.
 """
 
 import argparse
@@ -41,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CHANGE = 1e-5  # of the yardstick's initial weights; a difference that is always allowed
 ERROR = r"^(?:[\w.-]+: error: [^\n]*|Traceback .*?^\w[^\n]*)"  # a recipe's, or a traceback
+NO_BOUND = sys.float_info.max  # JSON has no infinity
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 # Names in metrics.jsonl that are not of the training, but of the machine and the moment.
@@ -115,7 +115,7 @@ def train(run, output):
 def difference(one, other):
     """Return the relative difference of two numbers or tensors, by their norms."""
     if one is None or other is None or (torch.is_tensor(one) and one.shape != other.shape):
-        return 0.0 if one is other else math.inf
+        return 0.0 if one is other else NO_BOUND
     one, other = (torch.as_tensor(x, dtype=torch.float64) for x in (one, other))
     scale = max(one.norm().item(), other.norm().item())
     return (one - other).norm().item() / scale if scale else 0.0
@@ -140,7 +140,7 @@ def compare(run, ours, theirs, bounds, of_rank_0):
             run["verdict"] = f"differs at step {step}"
             run["reason"] = f"{name} {one:.9g} and {other:.9g}, by {size:.1g}"
         elif size and not run["reason"]:
-            run["verdict"] = "the same"
+            run["verdict"] = "the same" if bound < NO_BOUND else ""
 
 
 def bounds_of(yardstick):
@@ -176,7 +176,7 @@ def check(args, directory, console):
     name = f"{first} process{'es' * (first > 1)}"
     if add(name)["reason"]:
         return runs
-    bounds = bounds_of(add("yardstick", name, defaultdict(lambda: math.inf), tasks=["change"]))
+    bounds = bounds_of(add("yardstick", name, defaultdict(lambda: NO_BOUND), tasks=["change"]))
     for number in more:
         add(f"{number} processes", name, bounds, processes=number)
     for path in args.also:
