@@ -71,16 +71,19 @@ def draw_check(figure, results):
             continue
         losses = {x["step"]: x["values"][0] for x in lines}
         sizes = [x["difference"] for x in lines]
-        [line] = below.plot(list(losses), sizes, linewidth=1)
+        dashes = "--" if run["name"] == "yardstick" else "-"
+        [line] = below.plot(list(losses), sizes, dashes, linewidth=1)
         ends.append((sizes[-1], run["name"], line.get_color()))
         kills = [int(task.removeprefix("step-")) + 1 for task in run["tasks"][:-1]]
         above.plot(kills, [losses[step] for step in kills], "kX", label="SIGKILL", zorder=3)
+    if not ends:
+        sys.exit("draw: no picture: no runs were compared")
     above.plot(list(losses), list(losses.values()), color="black", linewidth=1)
     for place, (_, name, color) in enumerate(sorted(ends)):
         where = {"transform": below.transAxes, "va": "center"}
         below.text(1.01, (place + 0.5) / len(ends), name, color=color, **where)
     above.legend(*[[x[-1]] for x in above.get_legend_handles_labels()])
-    above.set(ylabel="loss")
+    above.set(ylabel="loss", title=Path(results["command"][0]).name)
     below.set_yscale("symlog", linthresh=1e-9)
     below.set(xlabel="step", ylabel="relative difference\nof the loss")
     where = f"{results['hardware']}; torch {results['versions']['torch']}; {results['date']}; "
