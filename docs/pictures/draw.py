@@ -2,12 +2,13 @@
 """Draw the pictures of this directory from trainings on CPU: `make results ARGS=--pictures`.
 
     python docs/pictures/draw.py              # all of them
-    python docs/pictures/draw.py promise amp  # some
+    python docs/pictures/draw.py ddp amp      # some
+    python docs/pictures/draw.py runs/check/mine.json  # one that check.py has written, beside it
 
-Each run is a recipe itself. In most, methods of torch and Accelerate are timed or watched, and the
-picture shows the last step of a ResNet-50. A picture ends with its commands, machine and date.
+Each run is a recipe itself, whose methods of torch and Accelerate are timed or watched. Most
+pictures show the last step of a ResNet-50, and end with their commands, machine and date.
 
-    promise.svg             one training in every way that promises to be the same
+    check.svg               one training in many ways, by benchmarks/check.py
     pipeline.svg, ddp.svg   when two processes compute and communicate
     sharded.svg             what a process holds in memory, beside ddp
     amp.svg                 which tensors have 16 bits, beside fp32
@@ -16,7 +17,6 @@ picture shows the last step of a ResNet-50. A picture ends with its commands, ma
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +27,12 @@ from datetime import date
 from pathlib import Path
 from textwrap import fill
 
+try:
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+except ImportError:
+    sys.exit("draw: no picture without matplotlib: pip install matplotlib")
+
 import torch
 from accelerate import Accelerator
 from torch import distributed
@@ -36,7 +42,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -45,73 +50,44 @@ found = []  # in this process
 commands = []  # of a picture
 
 
-# ------------------------------------------------------- promise: one training in many ways, killed
-SAME = "--data synthetic --model simple_cnn --cpu --lr 0.02 --epochs 4 --log-every 1"
-WAYS = {  # processes, recipe, flags
-    "ddp on 1 process": (1, "ddp", "--global-batch-size 128"),
-    "ddp on 2": (2, "ddp", "--global-batch-size 128"),
-    "ddp on 4": (4, "ddp", "--global-batch-size 128"),
-    "sharded on 2": (2, "sharded", "--global-batch-size 128"),
-    "pipeline on 2": (2, "pipeline", "--global-batch-size 128"),
-    "data_parallel": (1, "data_parallel", "--batch-size 128"),
-    "ddp on 2, killed three times": (2, "ddp", "--global-batch-size 128 --checkpoint-every 10"),
-}
-KILLS = ["kill 47", "kill 40 in_save", "kill 63"]  # steps of each attempt, from a checkpoint's
-BIT_FOR_BIT = {"ddp on 2, killed three times": "ddp on 2", "data_parallel": "ddp on 1 process"}
-LIMIT = 1e-4
+# ----------------------------------------------------------- check: one training in many ways
+CHECK = "recipes/ddp_cifar.py --also recipes/sharded_cifar.py recipes/pipeline_cifar.py "
+CHECK += "--processes 1 2 4 --kills 3 --data synthetic --model simple_cnn --cpu --lr 0.02 "
+CHECK += "--batch-size 16 --max-steps 72"
 
 
-def watch_kill(steps, in_save=None):
-    """SIGKILL this process after so many steps or, on the main process, in the save after them."""
-    taken = []
-
-    def die(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def count(*_):
-        taken.append(1)
-        if len(taken) == int(steps):
-            os.fsync = die
-            in_save or die()
-
-    register_optimizer_step_post_hook(count)
+def run_check():
+    subprocess.run([sys.executable, "benchmarks/check.py", *CHECK.split()], cwd=ROOT, check=True)
+    return ROOT / "runs/check/ddp_cifar.json"
 
 
-def losses(directory):
-    lines = map(json.loads, Path(directory, "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
-
-
-def draw_promise(figure):
-    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    runs = {}
-    for index, (name, (processes, recipe, flags)) in enumerate(WAYS.items()):
-        with tempfile.TemporaryDirectory() as directory:
-            for kill in KILLS if "killed" in name else ():
-                launch(processes, recipe, f"{SAME} {flags}", directory, kill)
-                *_, last = losses(directory).items()
-                above.plot(*last, "kX", markersize=9, zorder=9, label="SIGKILL")
-            launch(processes, recipe, f"{SAME} {flags}", directory)
-            runs[name] = losses(directory)
-        # Each on top of the ones before, and thinner, so that all are seen.
-        width = 2 * (len(WAYS) - index) - 1
-        above.plot(*zip(*runs[name].items(), strict=True), label=name, linewidth=width)
-    first = runs["ddp on 1 process"]
-    largest = [max(abs(run[step] - first[step]) for run in runs.values()) for step in first]
-    below.plot([*first], largest, color="black")
-    below.axhline(LIMIT, color="black", linestyle="--")
-    for name, other in BIT_FOR_BIT.items():
-        if runs[name] != runs[other]:
-            sys.exit(f"draw: {name} is not bit for bit {other}")
-    if max(largest) >= LIMIT or min(map(len, runs.values())) < len(first):
-        sys.exit(f"draw: the runs differ by {max(largest)}")
-    lines = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
-    above.legend([lines[name] for name in (*WAYS, "SIGKILL")], [*WAYS, "SIGKILL"])
-    above.set(ylabel="loss of each step")
-    above.set_title("simple_cnn, synthetic images, global batch 128: one training in seven ways")
-    text = "\n".join(f"0, bit for bit: {x} from {other}" for x, other in BIT_FOR_BIT.items())
-    below.text(0.99, 0.05, text, transform=below.transAxes, ha="right", fontsize=8)
-    below.set(xlabel="step", yscale="log", ylabel="largest difference\nfrom ddp on 1")
+def draw_check(figure, results):
+    """Draw what check.py has written: the loss, and how much it differs in each run."""
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    ends = []
+    for run in results["runs"]:
+        lines = [x for x in run["differences"] if (x["event"], x["metric"]) == ("train", "loss")]
+        if not lines:  # the reference, or a run that failed
+            continue
+        losses = {x["step"]: x["values"][0] for x in lines}
+        sizes = [x["difference"] for x in lines]
+        dashes = "--" if run["name"] == "yardstick" else "-"
+        [line] = below.plot(list(losses), sizes, dashes, linewidth=1)
+        ends.append((sizes[-1], run["name"], line.get_color()))
+        kills = [int(task.removeprefix("step-")) + 1 for task in run["tasks"][:-1]]
+        above.plot(kills, [losses[step] for step in kills], "kX", label="SIGKILL", zorder=3)
+    if not ends:
+        sys.exit("draw: no picture: no runs were compared")
+    above.plot(list(losses), list(losses.values()), color="black", linewidth=1)
+    for place, (_, name, color) in enumerate(sorted(ends)):
+        where = {"transform": below.transAxes, "va": "center"}
+        below.text(1.01, (place + 0.5) / len(ends), name, color=color, **where)
+    above.legend(*[[x[-1]] for x in above.get_legend_handles_labels()])
+    above.set(ylabel="loss", title=Path(results["command"][0]).name)
+    below.set_yscale("symlog", linthresh=1e-9)
+    below.set(xlabel="step", ylabel="relative difference\nof the loss")
+    where = f"{results['hardware']}; torch {results['versions']['torch']}; {results['date']}; "
+    figure.supxlabel(f"{where}commit {results['commit']}", fontsize=8)
 
 
 # ------------------------------------------------------------- pipeline and ddp: [what, begin, end]
@@ -319,7 +295,6 @@ def draw_amp(figure):
 
 # --------------------------------------------------------------------------------------------- main
 PICTURES = {
-    "promise": (draw_promise, (8, 5.5)),
     "pipeline": (draw_pipeline, (8, 4)),
     "ddp": (draw_ddp, (8, 4)),
     "sharded": (draw_sharded, (8, 2.6)),
@@ -328,50 +303,43 @@ PICTURES = {
 
 
 def legend(figure, colors):
-    from matplotlib.patches import Patch
-
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     figure.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def record(watch, recipe, *flags):
     """Run a recipe, in each process of the launcher, and write what was found."""
-    name, *arguments = watch.split()
-    globals()[f"watch_{name}"](*arguments)
+    globals()[f"watch_{watch}"]()
     sys.argv[1:] = flags
     runpy.run_path(recipe, run_name="__main__")
     Path(flags[-1], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def launch(processes, recipe, flags, directory, watch=None):
-    """Run a recipe, watched or killed if told so; note the command without that."""
-    config, recipe = f"accelerate_configs/{processes}gpu.yaml", f"recipes/{recipe}_cifar.py"
-    command = f"accelerate launch --config_file {config} {recipe} {flags}"
-    commands.extend([command] * (command not in commands))
-    line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    line += ["--config_file", config, *([__file__, "record", watch] if watch else []), recipe]
-    line += [*flags.split(), "--output-dir", directory]
-    kills = bool(watch) and watch.startswith("kill")
-    if (subprocess.run(line, cwd=ROOT).returncode != 0) != kills:
-        sys.exit(f"draw: it should have been killed: {kills}: {command}")
-
-
 def measure(processes, recipe, flags, watch):
-    """Run a recipe; return what was found in each process."""
+    """Run a recipe; return what was found in each process. Note the command of the recipe alone."""
+    config, recipe = f"accelerate_configs/{processes}gpu.yaml", f"recipes/{recipe}_cifar.py"
+    commands.append(f"accelerate launch --config_file {config} {recipe} {flags}")
+    line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    line += ["--config_file", config, __file__, "record", watch, recipe, *flags.split()]
     with tempfile.TemporaryDirectory() as directory:
-        launch(processes, recipe, flags, directory, watch)
+        subprocess.run([*line, "--output-dir", directory], cwd=ROOT, check=True)
         paths = [Path(directory, f"{rank}.json") for rank in range(processes)]
         return [json.loads(path.read_text()) for path in paths]
 
 
 def main(*names):
-    from matplotlib import pyplot
-
     sys.path.append(str(ROOT / "benchmarks"))
     from bench import commit, hardware
 
     pyplot.style.use(HERE / "svg.mplstyle")
-    for name in names or PICTURES:
+    for name in names or ["check", *PICTURES]:
+        if name == "check" or name.endswith(".json"):
+            results = Path(run_check() if name == "check" else name)
+            figure = pyplot.figure(figsize=(8, 5), layout="constrained")
+            draw_check(figure, json.loads(results.read_text()))
+            path = HERE / "check.svg" if name == "check" else results.with_suffix(".svg")
+            figure.savefig(path, metadata={"Date": None})
+            continue
         commands.clear()
         draw, size = PICTURES[name]
         figure = pyplot.figure(figsize=size, layout="constrained")
