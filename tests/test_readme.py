@@ -1,7 +1,6 @@
 """The pages are short, and true: sizes, links, flags, commands, excerpts, figures, tests."""
 
 import argparse
-import json
 import os
 import re
 import shlex
