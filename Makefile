@@ -62,8 +62,8 @@ test-oldest: $(OLDEST)/ready  ## run the tests with the oldest versions that pyp
 quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
-sync:  ## copy the machinery of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
-	$(PYTHON) tests/sync.py $(COPY)
+sync:  ## copy the shared block of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
+	$(PYTHON) tests/sync.py $${COPY:+"$$COPY"}
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check .
