@@ -56,7 +56,7 @@ def definitions(path):
 
 
 def own_definitions(path):
-    """Return {name: lines} of the story, and of the recipe's own part."""
+    """Return {name: lines} of the training code, and of the recipe's own part."""
     return {name: lines for name, (lines, shared) in definitions(path).items() if not shared}
 
 
@@ -77,9 +77,9 @@ def test_a_recipe_can_be_read_in_one_go(path):
 
 
 @pytest.mark.parametrize("path", WITH_BLOCK, ids=lambda path: path.stem)
-def test_the_story_ends_by_line_240(path):
-    story, _, _ = path.read_text().partition("# =====")
-    assert story.count("\n") < 240
+def test_the_training_code_ends_by_line_240(path):
+    code, _, _ = path.read_text().partition("# =====")
+    assert code.count("\n") < 240
 
 
 @pytest.mark.parametrize("path", [*WITH_BLOCK, BASELINE], ids=lambda path: path.stem)
@@ -103,7 +103,7 @@ def test_the_shared_block_is_the_references_text(path):
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
-def test_the_story_is_the_references_but_for_what_is_named_here(path):
+def test_the_training_code_is_the_references_but_for_what_is_named_here(path):
     reference, mine = own_definitions(REFERENCE), own_definitions(path)
     assert {"load_data", "build_model", "evaluate", "main"} <= reference.keys()
     differing = {name for name in reference if name in mine and mine[name] != reference[name]}
@@ -239,7 +239,7 @@ SECOND_BANNER = re.search("# =+ this recipe's own", REFERENCE.read_text())[0]
             "below the shared block: describe",
         ),
         ("def save_weights(", "def store(", MINE, "block lacks these, see diff .*: save_weights"),
-        ("def say(", "lr_lambda = 1\n\n\ndef say(", MINE, "rename these, .*: lr_lambda"),
+        ("def say(", "train_step = 1\n\n\ndef say(", MINE, "rename these, .*: train_step"),
         (SECOND_BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
         ("def say(", "def say(", "project/recipes/data_parallel_cifar.py", "no shared block"),
         ("def say(", "def say(", "none.py", "No such file"),
