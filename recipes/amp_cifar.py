@@ -999,14 +999,11 @@ def has_bf16(on_gpu):
 
 
 def check_bf16(args):
-    """Exit with an error if this GPU has no bf16; warn if this CPU has not, and emulates it."""
+    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
     on_gpu = not args.cpu and torch.cuda.is_available()
-    if args.precision != "bf16" or has_bf16(on_gpu):
-        return
-    if on_gpu:
+    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.precision == "bf16" and emulated:
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
-    if os.environ.get("RANK", "0") == "0":
-        say("warning: this CPU has no bf16 instructions: emulated, it is much slower than fp32")
 
 
 def choose_precision(args):

@@ -998,27 +998,18 @@ def add_technique_flags(parser):
     add("--replicas", type=int, default=1, help="sharded models side by side (HSDP)")
     add("--sync-each-batch", help="accumulate gradients in shards: less memory, slower", **switch)
     add("--activation-checkpointing", help="recompute activations: less memory, slower", **switch)
+    add("--compile", help="torch.compile for each unit (slow first step)", **switch)
 
 
 POSITIVE += ["replicas"]
 
 
-def has_bf16(on_gpu):
-    """Return whether the device has instructions for bf16."""
-    if on_gpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
-
-
 def check_bf16(args):
-    """Exit with an error if this GPU has no bf16; warn if this CPU has not, and emulates it."""
+    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
     on_gpu = not args.cpu and torch.cuda.is_available()
-    if args.precision != "bf16" or has_bf16(on_gpu):
-        return
-    if on_gpu:
+    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.precision == "bf16" and emulated:
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
-    if os.environ.get("RANK", "0") == "0":
-        say("warning: this CPU has no bf16 instructions: emulated, it is much slower than fp32")
 
 
 def make_mesh(accelerator, replicas):
@@ -1111,7 +1102,12 @@ def shard(model, args, mesh):
         in_fp32 = {p for norm in norms for p in norm.parameters()}
         options["param_dtype_override_fn"] = lambda p: p.dtype if p in in_fp32 else None
         norms = set()
-    for unit in shard_units(model):
+    units = shard_units(model)
+    for unit in units:
+        if args.compile:
+            # Units of a class share a cache: for training, evaluation and its last, smaller batch.
+            torch._dynamo.config.recompile_limit = max(8, 3 * len(units))
+            unit.forward = torch.compile(unit.forward, dynamic=False)  # without FSDP's hooks
         if args.activation_checkpointing:
             checkpoint_activations(unit)
         shard_unit(unit, norms, mesh, fsdp.MixedPrecisionPolicy(**options))
