@@ -1,13 +1,9 @@
-"""All ranks agree: on their flags and data, and on the checkpoint from which they resume. Random
-numbers are those of a microbatch, whichever rank takes it."""
+"""All ranks agree on their flags and data. On the checkpoint from which they resume:
+test_checkpoints.py."""
 
 import re
 
 import pytest
-import torch
-from conftest import IN_FLOAT64, LITTLE_DATA, ROUNDING, SMALL, copy, forked, train_forked
-from safetensors.torch import load_file
-from test_resume import begin_of
 
 ONE_DIFFERS = """
 if os.environ["RANK"] == "1":
@@ -60,106 +56,3 @@ MACHINES = {"MORE": "--data-dir elsewhere --threads 1 --output-dir ./run", "FEWE
 @pytest.mark.copied("ddp_cifar", project=ONE_DIFFERS, processes=2, env=MACHINES)
 def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
     assert outcome.codes == [0, 0], outcome.output
-
-
-UNREADABLE = """
-plain_read = Checkpoints.read
-
-
-def read(self, path):
-    if os.environ["RANK"] == os.environ.get("FAILS") and "00000002" in str(path):
-        raise eval(os.environ["ERROR"])
-    return plain_read(self, path)
-
-
-Checkpoints.read = read
-"""
-ERRORS = {
-    "ddp_cifar": "OSError(116, 'Stale file handle')",
-    "amp_cifar": "RuntimeError('not enough memory')",
-    "pipeline_cifar": "MemoryError('too much')",
-    "sharded_cifar": "OSError(5, 'Input/output error')",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ERRORS)
-def test_a_rank_that_alone_cannot_read_the_newest_checkpoint_ends_the_run(recipe, tmp_path):
-    """All resume from the newest one, or none does."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=UNREADABLE)
-    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--output-dir", "run"]
-    flags += ["--max-steps", 2]
-    again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 0.5}
-    again["terminate"] = True
-    error = ERRORS[recipe]
-    fails = [{**again, "env": {"FAILS": rank, "ERROR": error}} for rank in ("0", "1")]
-    trained, *failed, resumed = forked([again, *fails, again], tmp_path)
-    assert trained[0] == resumed[0] == [0, 0], (trained, resumed)
-    for rank, (codes, output) in enumerate(failed):
-        assert 0 not in codes and "resuming" not in output, output
-        # On a slow machine that of the other rank follows, before it is ended.
-        line, *later = re.findall("^mine: error: (.*)$", output, re.MULTILINE)
-        assert later == [] or (len(later) == 1 and later[0].startswith("rank 1: ")), output
-        reason = re.search("'(.*)'", error)[1]
-        assert "step-00000002" in line and reason in line, line
-        assert f"rank {rank} on" in line or f"rank {{{rank}: " in line or f"on {rank}" in line
-    assert begin_of(resumed[1]) == 2
-
-
-DROPOUT = """
-plain_model = build_model
-
-
-def build_model(args):
-    first, *others = plain_model(args)
-    return nn.Sequential(nn.Sequential(first, nn.Dropout(0.5)), *others)
-
-
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch):
-    values = plain_loss(model, batch)
-    noise = torch.rand_like(values["loss"])
-    return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
-"""
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def random_trainings(tmp_path_factory):
-    """The same training, with dropout and a random loss, in microbatches of 16 samples."""
-    directory = tmp_path_factory.mktemp("random")
-    recipes = {
-        name: copy(
-            f"{name}_cifar", directory / f"{name}.py", LITTLE_DATA, project=IN_FLOAT64 + DROPOUT
-        )
-        for name in ("ddp", "sharded", "pipeline")
-    }
-    flags = [*SMALL, "--max-steps", STEPS, "--lr", 0.2, "--global-batch-size", 64]
-    layouts = [(1, "ddp", 16), (2, "ddp", 16), (4, "ddp", 16), (2, "sharded", 16)]
-    layouts += [(2, "pipeline", 32), (4, "pipeline", 32)]
-    runs = [(n, recipes[name], [*flags, "--batch-size", size]) for n, name, size in layouts]
-    names = [(name, processes) for processes, name, _ in layouts]
-    return dict(zip(names, train_forked(directory, *runs), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "reference"),
-    [
-        (("ddp", 2), ("ddp", 1)),
-        (("ddp", 4), ("ddp", 1)),
-        (("sharded", 2), ("ddp", 1)),
-        (("pipeline", 4), ("pipeline", 2)),
-    ],
-)
-def test_random_numbers_are_those_of_the_microbatch_on_any_rank(
-    random_trainings, layout, reference
-):
-    run, expected = random_trainings[layout], random_trainings[reference]
-    noise = [[line["noise"] for line in x.train] for x in (run, expected)]
-    assert len(set(noise[0])) == STEPS and noise[0] == pytest.approx(noise[1], rel=ROUNDING)
-    assert run.summary["test_noise"] == pytest.approx(expected.summary["test_noise"], rel=ROUNDING)
-    weights, others = load_file(run.weights), load_file(expected.weights)
-    torch.testing.assert_close(weights, others, rtol=0, atol=ROUNDING)
