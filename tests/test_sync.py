@@ -17,10 +17,10 @@ BASELINE = RECIPES / "data_parallel_cifar.py"
 WITH_BLOCK = [REFERENCE, *COPIES]
 LINES = {
     "ddp_cifar": 1065,
-    "amp_cifar": 1140,
-    "pipeline_cifar": 1372,
-    "sharded_cifar": 1406,
-    "data_parallel_cifar": 320,
+    "amp_cifar": 1137,
+    "pipeline_cifar": 1362,
+    "sharded_cifar": 1402,
+    "data_parallel_cifar": 306,
 }
 # Functions that a recipe has under the reference's name, but with another text.
 ALL = {"add_technique_flags", "train_step", "main"}
