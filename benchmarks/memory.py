@@ -20,7 +20,6 @@ from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -261,14 +260,14 @@ def lines_of_cuts(path, flags):
         with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
             passes[chunks].append(time_blocks([*blocks.values(), loss], inputs))
     cuts = []
-    for (chunks, times), split in product(passes.items(), blocks):
+    for chunks, times in passes.items():
         seconds = [chunks * min(x) for x in zip(*times, strict=True)]
-        where = list(blocks).index(split)
-        with suppress(SystemExit):  # a stage has no parameters, or both share some
-            recipe.cut(blocks, SimpleNamespace(split=split))
-            stages = sum(seconds[:where]), sum(seconds[where:])
-            # The faster stage waits while the other one takes its first and its last chunk.
-            cuts.append((max(stages) + min(stages) / chunks, stages, split, chunks))
+        for where, split in enumerate(blocks):
+            with suppress(SystemExit):  # a stage has no parameters, or both share some
+                recipe.cut(blocks, SimpleNamespace(split=split))
+                stages = sum(seconds[:where]), sum(seconds[where:])
+                # The faster stage waits while the other one takes its first and its last chunk.
+                cuts.append((max(stages) + min(stages) / chunks, stages, split, chunks))
     yield "| fastest first | stages, s | idle | samples/s | computed GiB |\n|" + " --- |" * 5
     model = recipe.build_model(args).to("meta")
     for step, stages, args.split, args.chunks in sorted(cuts)[:5]:

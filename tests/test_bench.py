@@ -242,6 +242,8 @@ def test_the_defaults_keep_gpus_busy_and_write_to_runs(monkeypatch):
     assert "--max-steps 100 --log-every 50 " in commands["ddp_cifar --compile"]
     assert commands["ddp_cifar --compile"].endswith(" --compile")
     assert "/plain_ddp.py --processes 8 --samples 409600 " in commands["plain_ddp"]
+    monkeypatch.setattr(bench, "GPUS", 0)  # the ImageNet stem, and the pipeline's fastest cut there
+    assert "pipeline_cifar --split layer4.0 --chunks 4" in bench.parse_args().recipes
 
 
 def test_a_published_table_is_the_measured_one(main, tmp_path):
