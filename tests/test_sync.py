@@ -80,26 +80,9 @@ def test_a_recipe_can_be_read_in_one_go(path):
             assert node.end_lineno - node.lineno < 45, f"{node.name} is too long"
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("path", WITH_BLOCK, ids=lambda path: path.stem)
-def test_the_training_code_ends_by_line_240(path):
-    code, _, _ = path.read_text().partition("# =====")
-    assert code.count("\n") < 240
-
-
-@pytest.mark.parametrize("path", [*WITH_BLOCK, BASELINE], ids=lambda path: path.stem)
-def test_no_sentence_hides_its_subject_behind_what(path):
-    """In a comment or a docstring: code has no word with this capital."""
-    assert re.findall(r".*\bWhat\b.*", path.read_text()) == []
-
-
-def test_the_block_that_is_compared_is_the_whole_of_it():
-    block = shared_block(REFERENCE)
-=======
 def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
     _, banner, block, _ = parts(REFERENCE)
     assert f" {checksum(block)}: " in banner and len(banner) == 101, "run `make sync`"
->>>>>>> 863a218 (Tests of the recipes' form are one; the bench's pipeline on CPUs is tested; one loop less in memory.py)
     assert block.count("\n# -----") == 5
     names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
     classes = {"Metrics", "Steps", "Checkpoints", "StopSignal", "HangDetector"}
