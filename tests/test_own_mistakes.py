@@ -210,11 +210,6 @@ RAISES = [
         marks=pytest.mark.copied("ddp_cifar", project=IN_A_WORKER, processes=2),
         id="in a DataLoader's worker",
     ),
-    pytest.param(
-        "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere', in compute_loss, line",
-        marks=mistake((RETURN, f"    open('nowhere')\n{RETURN}")),
-        id="of the system",
-    ),
 ]
 
 
@@ -222,8 +217,8 @@ RAISES = [
 def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
     (line,) = re.findall("^mine: error: (.*)$", outcome.output, re.MULTILINE)
     assert re.fullmatch(re.escape(said) + r" \d+ of mine.py", line), line
-    tracebacks = {"File": 0, "Valu": 2}.get(said[:4], 1)  # a worker's is in that of its rank
+    tracebacks = {"Valu": 2}.get(said[:4], 1)  # a worker's is in that of its rank
     assert outcome.output.count("Traceback (most recent call last)") == tracebacks
     number = int(re.search(r"line (\d+) of", line)[1])
     mistake = (outcome.directory / "mine.py").read_text().splitlines()[number - 1]
-    assert "raise" in mistake or "open" in mistake
+    assert "raise" in mistake
