@@ -44,14 +44,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "plain_ddp"
-RECIPES = [
-    BASELINE,
-    "data_parallel_cifar",
-    "ddp_cifar",
-    "amp_cifar",
-    "pipeline_cifar",
-    "sharded_cifar",
-]
+RECIPES = ["data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
+RECIPES = [BASELINE, *RECIPES]
 GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 VERSIONS = {name: version(name) for name in ("torch", "torchvision", "accelerate")}
@@ -65,7 +59,7 @@ COLUMNS = {
     "N": "processes; GPUs of DataParallel",
     "images/s": "median over the rounds",
     "range": "lowest and highest of the rounds",
-    "ratio": f"images/s / those of {BASELINE} on the same N in the same round, median",
+    "ratio": f"images/s / those of {BASELINE} on the same N in the same round, median, range",
     "scaling": f"images/s / {'(N times those of one)' if GPUS else 'those of one process'}",
     "GiB": f"peak {'GPU' if GPUS else 'resident'} memory, the maximum over the processes",
 }
@@ -81,19 +75,10 @@ class Configuration:
         self.name, *self.flags = shlex.split(recipe)
         self.samples = []
         self.failure = None
-        self.unavailable = self.why_not()
-
-    def why_not(self):
-        """Return why a run would say nothing, or None: a CPU that emulates bf16."""
-        if GPUS or bf16_instructions():  # the recipes say themselves what a GPU cannot do
-            return None
-        words = " ".join(self.flags).replace("=", " ").split()
-        precision = "bf16" if self.name == "amp_cifar" else "fp32"
-        if "--precision" in words[:-1]:
-            precision = words[words.index("--precision") + 1]
-        if precision != "bf16":
-            return None
-        return "this CPU has no bf16 instructions: emulated, it is much slower than fp32"
+        self.unavailable = None
+        in_bf16 = "bf16" in recipe or (self.name == "amp_cifar" and "--precision" not in recipe)
+        if in_bf16 and not (GPUS or bf16_instructions()):  # a recipe says what a GPU cannot do
+            self.unavailable = "this CPU has no bf16 instructions: emulated, it is much slower"
 
     def outcome(self):
         """Return the word that stands in the table if there are no figures."""
@@ -162,23 +147,25 @@ class Configuration:
         if self.failure or not self.samples:
             return {}
 
-        def ratio(recipe, processes):
+        def ratios(recipe, processes):
             for other in configurations:
                 same = (other.recipe, other.processes) == (recipe, processes)
                 if same and other.samples and not other.failure:
                     pairs = zip(self.samples, other.samples, strict=False)
-                    rates = [a["samples_per_second"] / b["samples_per_second"] for a, b in pairs]
-                    return statistics.median(rates)
+                    return [a["samples_per_second"] / b["samples_per_second"] for a, b in pairs]
+            return []
 
         rates = [sample["samples_per_second"] for sample in self.samples]
-        one = ratio(self.recipe, 1)
+        to_baseline, to_one = ratios(BASELINE, self.processes), ratios(self.recipe, 1)
+        one = statistics.median(to_one) if to_one else None
         names = ("samples_per_second", "peak_memory_gib", "start_seconds")
         columns = {name: [sample[name] for sample in self.samples] for name in names}
         return {
             **{name: statistics.median(x) for name, x in columns.items() if None not in x},
             "least": min(rates),
             "most": max(rates),
-            "ratio": ratio(BASELINE, self.processes),
+            "ratio": statistics.median(to_baseline) if to_baseline else None,
+            "ratio_range": [f(to_baseline, default=None) for f in (min, max)],
             # N processes on CPU share the cores; N GPUs are N times the hardware of one.
             "scaling": one and one / (self.processes if GPUS else 1),
         }
@@ -247,8 +234,7 @@ def as_sample(samples, seconds, peak_memory_gib, start_seconds):
 
 def bf16_instructions():
     """Return the names of this CPU's instruction sets for bf16: of AMX, of AVX-512, of Arm."""
-    found = torch.cpu.get_capabilities().items()
-    return sorted(name for name, has in found if has and "bf16" in name)
+    return sorted(x for x, has in torch.cpu.get_capabilities().items() if has and "bf16" in x)
 
 
 def load(path):
@@ -316,10 +302,12 @@ def rows(configurations):
         got = one.results(configurations)
         cells = [one.outcome(), *[""] * 4]
         if got:
+            low, high = got["ratio_range"]
             cells = [
                 f"{got['samples_per_second']:,.0f}",
                 f"{got['least']:,.0f}-{got['most']:,.0f}",
-                *(format(got[x], ".2f") if got[x] else "-" for x in ("ratio", "scaling")),
+                f"{got['ratio']:.2f} ({low:.2f}-{high:.2f})" if got["ratio"] else "-",
+                f"{got['scaling']:.2f}" if got["scaling"] else "-",
                 f"{got['peak_memory_gib']:.1f}" if "peak_memory_gib" in got else "-",
             ]
         cells = [one.recipe.replace("_cifar", ""), str(one.processes), *cells]
@@ -359,11 +347,9 @@ def notes(args, configurations):
 
 
 def commit():
-    command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-    except FileNotFoundError:
-        return "unknown"
+    options = {"shell": True, "cwd": ROOT, "capture_output": True, "text": True}  # no git: no error
+    found = subprocess.run("git describe --always --dirty --exclude='*'", **options)
+    return found.stdout.strip() or "unknown"
 
 
 def write(configurations, args):
@@ -403,11 +389,8 @@ def write(configurations, args):
 # --------------------------------------------------------------------------------------------- main
 def parse_args():
     summary, _, rest = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary,
-        usage="\n" + rest.partition("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    layout, usage = argparse.ArgumentDefaultsHelpFormatter, "\n" + rest.partition("\n\n")[0]
+    parser = argparse.ArgumentParser(description=summary, usage=usage, formatter_class=layout)
     add = parser.add_argument
     compiled = ["ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"]
     # Two workers may be too few for a fast GPU: the baseline runs with eight, too.
@@ -459,8 +442,7 @@ def measure(configurations, args, console):
         args.measured = f"{done} of {args.rounds} rounds"
         minutes = (time.perf_counter() - started) / 60 / done
         if done == 1:
-            plan = f"as many as fit into {args.minutes:g} are run"
-            console.print(f"a round takes {minutes:.1f} minutes, {plan}")
+            console.print(f"a round takes {minutes:.1f} of {args.minutes:g} minutes")
         if minutes * (done + 1) > args.minutes:
             break
 
@@ -490,9 +472,8 @@ def main():
         console.print(f"written: {write(configurations, args)}, .md")
     for one in configurations:
         if one.outcome():
-            reason = one.failure or one.unavailable
             what = f"{one.recipe} on {one.processes} {one.outcome()}"
-            print(f"bench: {what}: {reason}", file=sys.stderr)
+            print(f"bench: {what}: {one.failure or one.unavailable}", file=sys.stderr)
     sys.exit(130 if interrupted else any(one.failure for one in configurations))
 
 

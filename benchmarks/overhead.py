@@ -168,10 +168,8 @@ def main():
     seconds = seconds_per_step(training, own.rounds, own.steps)
 
     say = accelerator.print
-    say(
-        f"{own.recipe}, {precision}, {processes} processes, {hardware()}, torch {torch.__version__}"
-    )
-    say(f"{args.batch_size} samples per process, median and range of {own.rounds} rounds")
+    say(f"{own.recipe}, {precision}, {processes} processes, {hardware()}")
+    say(f"batch {args.batch_size}, {own.rounds} rounds, torch {torch.__version__}")
     for name, values in seconds.items():
         rate = args.batch_size * processes / statistics.median(values)
         say(f"  {name:12} {span([1000 * x for x in values], '.1f')} ms, {rate:,.0f} images/s")

@@ -169,8 +169,8 @@ def test_the_table_has_every_configuration_and_a_failure_fails_the_whole(main, c
     assert code == 1
     table = [line for line in files[".md"].splitlines() if line.startswith("| ")]
     assert table[2:] == [
-        "| plain_ddp | 150 | 100-200 | 1.00 | 1.5 |",
-        "| ddp --lr 1 | 125 | 100-150 | 1.00 | 1.5 |",
+        "| plain_ddp | 150 | 100-200 | 1.00 (1.00-1.00) | 1.5 |",
+        "| ddp --lr 1 | 125 | 100-150 | 1.00 (0.50-1.50) | 1.5 |",
         "| amp | failed |  |  |  |",
     ]
     assert files[".json"]["configurations"][1]["ratio"] == 1.0
