@@ -231,7 +231,7 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 23fc2a8b1683: identical in all recipes
+# ===================================== shared infrastructure 057fbf29519e: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -891,9 +891,9 @@ def make_accelerator(args, precision, *handlers):
     store = distributed.HashStore()
     if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:
         store, rank, world_size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
-        # The launcher's store keeps the addresses of processes that died before a restart.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = distributed.PrefixStore(f"attempt {attempt}", store)
+        # The launcher's own store keeps the addresses of processes that died before a restart.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         # Ranks with other flags could wait for each other until a timeout: compare them first.
         own = {f"--{k.replace('_', '-')}": x for k, x in vars(args).items() if k not in PER_MACHINE}
         own |= {"versions": VERSIONS, "GPUs": bool(gpus)}
