@@ -45,14 +45,14 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 # Names in metrics.jsonl that are not of the training, but of the machine and the moment.
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
-MEASURED |= {"data_wait", "data_wait_max", "slowest_rank", "peak_memory_gib"}
+MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
-CAUSES = """Known causes, with the section and the row of docs/adapting.md:
-- random numbers or weights by rank, of an own generator, without a seed [#data, random transforms]
-- a counter or other Python state [#model-and-optimizer, more state in the checkpoint]
-- only grad_norm, or ranks drift: DDP is bypassed, model.module(...) [#model-and-optimizer, a GAN]
-- a loss of whole batches, such as negatives in the batch [#loss-and-metrics, in-batch negatives]
-- BatchNorm, or other buffers that training changes and reads [#model-and-optimizer, SyncBatchNorm]
+CAUSES = """Known causes, and the page and the row that have the remedy:
+- random numbers of an own generator, or by rank: docs/data.md, "a dataset's own generator"
+- a counter or other Python state: docs/training.md, "more state in the checkpoint"
+- only grad_norm, or ranks drift; DDP is bypassed: docs/failures.md, "ranks [1] have other weights"
+- a loss over the batch, such as with negatives in it: docs/adapting.md, "in-batch negatives"
+- BatchNorm, or other buffers that training changes and reads: docs/training.md, "SyncBatchNorm"
 """
 
 
@@ -105,7 +105,7 @@ def train(run, output):
         error = "" if run["tasks"][-2] == f"step-{begin:08}" else f"it resumed from step {begin}"
     for path in output.glob("metrics.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
-            names = [x for x in line if x not in MEASURED and line["event"] != "checkpoint"]
+            names = [name for name in line if name not in MEASURED]
             values |= {(line["step"], line["event"], name): line[name] for name in names}
     for path in output.glob("model.safetensors"):
         values |= {(line["step"], "weights", name): x for name, x in load_file(path).items()}

@@ -9,7 +9,7 @@ import bench
 import check
 import pytest
 import torch
-from conftest import LITTLE_DATA, ROOT, SMALL, copy, forked, free_port, run
+from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, forked, free_port, run
 
 STEPS = 5
 FLAGS = [*SMALL, "--max-steps", str(STEPS), "--batch-size", "8"]
@@ -27,6 +27,15 @@ def build_model(args):
         nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
         nn.Sequential(nn.Flatten(), nn.Linear(16, 10)),
     )
+
+
+quiet_loss = compute_loss
+
+
+def compute_loss(model, batch):
+    values = quiet_loss(model, batch)
+    noise = torch.rand_like(values["loss"])
+    return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
 """
 
 
@@ -50,6 +59,7 @@ def checked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "execute", execute)
 
     def run(recipe, *replacements, project="", flags=()):
+        copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=MODEL)
         lines = [LITTLE_DATA, *replacements]
         copy(f"{recipe}_cifar", tmp_path / "mine.py", *lines, project=MODEL + project)
         monkeypatch.setattr(sys, "argv", ["check.py", "mine.py", *FLAGS, *flags])
@@ -62,29 +72,34 @@ def checked(tmp_path, monkeypatch, capsys):
     return run
 
 
+GOOD = {  # flags, processes of the runs
+    "ddp": (["--processes", "1", "2", "4", "--also", "sharded.py"], [1, 1, 2, 4, 2, 2]),
+    "amp": (["--precision", "bf16"], [1, 1, 2, 2]),
+    "sharded": (["--precision", "bf16"], [1, 1, 2, 2]),
+    "pipeline": (["--batch-size", "16"], [2, 2, 4, 4]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ddp", "amp", "sharded", "pipeline"])
+@pytest.mark.parametrize("recipe", GOOD)
 def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
-    pipeline = recipe == "pipeline"
-    flags = ["--batch-size", "16"] if pipeline else ["--precision", "bf16"] * (recipe != "ddp")
+    """Also its dropout and its random loss."""
+    flags, processes = GOOD[recipe]
     code, output, runs = checked(recipe, flags=flags)
     assert code == 0 and "Known causes" not in output, output
-    reference, yardstick, more, killed = runs.values()
-    assert [x["processes"] for x in runs.values()] == ([2, 2, 4, 4] if pipeline else [1, 1, 2, 2])
-    assert (more["against"], killed["against"]) == (reference["name"], more["name"])
-    assert more["verdict"] in ("the same", "bit for bit")
-    assert killed["verdict"] == "bit for bit" and killed["tasks"] == ["step-00000002", "train"]
-    for way in (yardstick, more, killed):
-        found = {(x["metric"], x["step"]) for x in way["differences"]}
-        names = ("loss", "accuracy", "grad_norm", "learning_rate")
-        assert found >= {(name, step) for name in names for step in range(1, STEPS + 1)}
-        assert found >= {("test_loss", STEPS), ("1.0.weight", STEPS)}
-    # The yardstick is larger than what it is for, and small enough to find a mistake.
-    losses = [
-        max(x["difference"] for x in way["differences"] if x["metric"] == "loss")
-        for way in (yardstick, more)
-    ]
-    assert losses[1] < losses[0] < 1e-3
+    reference, yardstick, *more, killed = runs.values()
+    assert [x["processes"] for x in runs.values()] == processes
+    assert {x["against"] for x in (yardstick, *more)} == {reference["name"]}
+    assert {x["verdict"] for x in more} <= {"the same", "bit for bit"}
+    assert killed["verdict"] == "bit for bit" and killed["against"] == more[0]["name"]
+    assert killed["tasks"] == ["step-00000002", "train"]
+    for way in (yardstick, *more, killed):
+        found = {(x["metric"], x["step"]): x["difference"] for x in way["differences"]}
+        names = ("loss", "accuracy", "noise", "grad_norm", "learning_rate")
+        assert found.keys() >= {(name, step) for name in names for step in range(1, STEPS + 1)}
+        assert found.keys() >= {(x, STEPS) for x in ("test_loss", "test_noise", "1.0.weight")}
+        if way in (yardstick, killed):
+            assert (found["1.0.weight", STEPS] > 1e-6) == (way is yardstick)
 
 
 OWN_GENERATOR = """
@@ -175,12 +190,12 @@ FAILURES = {  # lines, verdicts, what is said
     ),
     "crash of a rank": (
         [(CALL, f'assert model.training or os.environ["RANK"] == "0", "own"\n    {CALL}')],
-        ["", "the same", f"fails after step {STEPS}"],
+        ["", "", f"fails after step {STEPS}"],
         "AssertionError: own",
     ),
     "checkpoint not found": (
         [("    checkpoint = checkpoints.find()\n", "    checkpoint = None\n")],
-        ["", "the same", "the same", f"fails after step {STEPS}"],
+        ["", "", "the same", f"fails after step {STEPS}"],
         "it resumed from step 0",
     ),
 }
@@ -220,6 +235,14 @@ def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_o
         check.compare(run, ours, theirs, dict.fromkeys(theirs, 0.0), left_out)
         assert {x["metric"] for x in run["differences"]} == (names or {x for _, _, x in theirs})
         assert run["verdict"] == ("differs at step 1" if names is None else "bit for bit")
+
+
+def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
+    rows = re.findall(r'^- .*: (docs/\w+\.md), "(.*)"$', check.CAUSES, re.MULTILINE)
+    assert len(rows) == check.CAUSES.count("\n- ") == 5
+    for page, row in rows:
+        assert re.search(rf"^\| [`]?{re.escape(row)}", (ROOT / page).read_text(), re.MULTILINE), row
+    assert check.MEASURED == MEASURED | {"event", "epoch", "step"}
 
 
 RECIPES = ROOT / "recipes"

@@ -1,12 +1,9 @@
-"""All ranks agree: on their flags and data, and on the checkpoint from which they resume. Random
-numbers are those of a microbatch, whichever rank takes it."""
+"""All ranks agree: on their flags and data, and on the checkpoint from which they resume."""
 
 import re
 
 import pytest
-import torch
-from conftest import IN_FLOAT64, LITTLE_DATA, ROUNDING, SMALL, copy, forked, train_forked
-from safetensors.torch import load_file
+from conftest import LITTLE_DATA, SMALL, copy, forked
 from test_resume import begin_of
 
 ONE_DIFFERS = """
@@ -104,62 +101,3 @@ def test_a_rank_that_alone_cannot_read_the_newest_checkpoint_ends_the_run(recipe
         assert "step-00000002" in line and reason in line, line
         assert f"rank {rank} on" in line or f"rank {{{rank}: " in line or f"on {rank}" in line
     assert begin_of(resumed[1]) == 2
-
-
-DROPOUT = """
-plain_model = build_model
-
-
-def build_model(args):
-    first, *others = plain_model(args)
-    return nn.Sequential(nn.Sequential(first, nn.Dropout(0.5)), *others)
-
-
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch):
-    values = plain_loss(model, batch)
-    noise = torch.rand_like(values["loss"])
-    return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
-"""
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def random_trainings(tmp_path_factory):
-    """The same training, with dropout and a random loss, in microbatches of 16 samples."""
-    directory = tmp_path_factory.mktemp("random")
-    recipes = {
-        name: copy(
-            f"{name}_cifar", directory / f"{name}.py", LITTLE_DATA, project=IN_FLOAT64 + DROPOUT
-        )
-        for name in ("ddp", "sharded", "pipeline")
-    }
-    flags = [*SMALL, "--max-steps", STEPS, "--lr", 0.2, "--global-batch-size", 64]
-    layouts = [(1, "ddp", 16), (2, "ddp", 16), (4, "ddp", 16), (2, "sharded", 16)]
-    layouts += [(2, "pipeline", 32), (4, "pipeline", 32)]
-    runs = [(n, recipes[name], [*flags, "--batch-size", size]) for n, name, size in layouts]
-    names = [(name, processes) for processes, name, _ in layouts]
-    return dict(zip(names, train_forked(directory, *runs), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "reference"),
-    [
-        (("ddp", 2), ("ddp", 1)),
-        (("ddp", 4), ("ddp", 1)),
-        (("sharded", 2), ("ddp", 1)),
-        (("pipeline", 4), ("pipeline", 2)),
-    ],
-)
-def test_random_numbers_are_those_of_the_microbatch_on_any_rank(
-    random_trainings, layout, reference
-):
-    run, expected = random_trainings[layout], random_trainings[reference]
-    noise = [[line["noise"] for line in x.train] for x in (run, expected)]
-    assert len(set(noise[0])) == STEPS and noise[0] == pytest.approx(noise[1], rel=ROUNDING)
-    assert run.summary["test_noise"] == pytest.approx(expected.summary["test_noise"], rel=ROUNDING)
-    weights, others = load_file(run.weights), load_file(expected.weights)
-    torch.testing.assert_close(weights, others, rtol=0, atol=ROUNDING)

@@ -9,7 +9,7 @@ import torch
 from conftest import MEASURED, ROUNDING, forked
 
 STEPS = 20  # two epochs of 640 samples at a global batch of 64
-RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2), ("pipeline_cifar", 4)]
+RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2)]
 CONFIG = ("output_dir", "checkpoint_every", "keep")  # in which two equal runs differ
 
 
@@ -32,11 +32,6 @@ def begin_of(output):
     """The step from which a run resumed: it says so at its start and at its end."""
     (begin,) = set(re.findall('"resumed_from": ([0-9]+)', output))
     return int(begin)
-
-
-def batch_size(recipe, processes):
-    """The share of a process, or of a pipeline of two, in a global batch of 64."""
-    return 64 * (2 if recipe == "pipeline_cifar" else 1) // processes
 
 
 def batches(directory, rank):
@@ -64,7 +59,7 @@ def stopped_and_resumed(recipe, processes, directory):
     """An uninterrupted run, and one that is stopped in mid-epoch, continued by the same command,
     stopped at the epoch's end, and continued."""
     common = {"recipe": recipe, "processes": processes, "grace": 30}
-    flags = ["--batch-size", batch_size(recipe, processes), "--log-every", 1]
+    flags = ["--batch-size", 64 // processes, "--log-every", 1]
     every = ["--checkpoint-every", 1, "--keep", STEPS]
     runs = [{**common, "directory": directory / "whole", "flags": [*flags, *every]}]
     for begin, stop, name in ((0, 4, "SIGTERM"), (4, 10, "SIGINT"), (10, None, None)):
