@@ -33,7 +33,7 @@ help:  ## list the targets
 demo: $(READY)  ## train ResNet-50 on two processes with synthetic data, a few minutes
 	rm -rf runs/demo
 	$(LAUNCH)/2gpu.yaml recipes/ddp_cifar.py --data synthetic --stem imagenet --cpu \
-		--epochs 2 --batch-size 32 --output-dir runs/demo
+		--epochs 2 --batch-size 32 --lr 0.02 --output-dir runs/demo
 
 train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARGS="--epochs 100" passes flags on
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
@@ -62,8 +62,8 @@ test-oldest: $(OLDEST)/ready  ## run the tests with the oldest versions that pyp
 quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
-sync:  ## copy the machinery of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
-	$(PYTHON) tests/sync.py $(COPY)
+sync:  ## copy the shared block of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
+	$(PYTHON) tests/sync.py $${COPY:+"$$COPY"}
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check .

@@ -239,7 +239,7 @@ def main():
     banner = re.findall(r"^# ==.* ([0-9a-f]{12})\b", args.copy.read_text(), re.MULTILINE)
     content = {"date": str(date.today()), "command": sys.argv[1:], "commit": bench.commit()}
     content |= {"hardware": bench.hardware(), "gpus": args.gpus, "python": sys.version.split()[0]}
-    content |= {"versions": bench.VERSIONS, "machinery": banner}
+    content |= {"versions": bench.VERSIONS, "checksum": banner}
     content["runs"] = runs = check(args, directory, console)
     table = Table("run", "compared with", "largest difference", "verdict", box=None)
     for run in runs[1:]:

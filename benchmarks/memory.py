@@ -3,17 +3,20 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py mine.py --model large  # a copy of a recipe, and its flags
+    python benchmarks/memory.py --cuts mine.py --batch-size 256  # where to cut a pipeline
 
 An optimizer step runs on fake tensors, which have shapes but no memory, while torch's MemTracker
 adds up the bytes that are alive; FSDP and pipelines run over a process group without peers. Two
-batch sizes give the memory as a line over the batch size.
+batch sizes give the memory as a line over the batch size. --cuts times each block of a pipeline on
+this device; on CPU on half of the cores, as in one of two processes.
 """
 
 import argparse
 import gc
 import inspect
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
-from bench import ROOT, load
+from bench import CORES, ROOT, load
 from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -43,7 +46,7 @@ VARIANTS = [
     ("sharded", ""),
     ("sharded", "--precision bf16 --activation-checkpointing"),
 ]
-OF_VARIANT = {"precision", "schedule", "activation_checkpointing"}  # not the copy's own flags
+OF_VARIANT = {"precision", "schedule", "activation_checkpointing", "compile"}  # not of the copy
 NOTES = f"""
 - Computed, and never compared with a GPU. {GPUS} GPUs. MiB: per sample, in a large batch.
 - 16 GB, ...: samples per GPU that fit into so many 10^9 bytes less 2 GiB, to two significant
@@ -212,8 +215,7 @@ def lines(path, flags):
     example = next(iter(own.load_data(own_args, Accelerator(cpu=True))[0]))
     model = own.build_model(own_args).to("meta")
     gc.disable()  # it would free tensors at random moments
-    yield "| recipe | MiB | 16 GB | 24 GB | 80 GB |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| recipe | MiB | 16 GB | 24 GB | 80 GB |\n| --- | ---: | ---: | ---: | ---: |"
     for technique, variant in VARIANTS:
         label = f"{technique} {variant}".strip()
         try:
@@ -225,14 +227,66 @@ def lines(path, flags):
     yield NOTES
 
 
+def time_blocks(blocks, inputs):
+    """Return the seconds that each block takes forward and backward."""
+    seconds = []
+    for block in blocks:
+        began = time.perf_counter()
+        output = block(inputs.clone())  # it may work in place
+        if output.requires_grad:
+            output.backward(torch.ones_like(output))
+        if output.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        inputs = output.detach().requires_grad_(output.requires_grad)
+    return seconds
+
+
+def lines_of_cuts(path, flags):
+    """Yield the lines of the table of a pipeline's fastest cuts, for a copy of that recipe."""
+    recipe = load(path)
+    if not hasattr(recipe, "model_blocks"):
+        sys.exit(f"memory: --cuts takes a copy of pipeline_cifar.py, unlike {path}")
+    args = parsed(recipe, flags)
+    recipe.exit_with_error = sys.exit  # which can be caught
+    example = next(iter(recipe.load_data(args, Accelerator(cpu=True))[0]))
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    torch.set_num_threads(args.threads or max(1, CORES // 2))
+    blocks = recipe.model_blocks(recipe.build_model(args).to(device))
+    passes = {n: [] for n in (2, 4, 8, 16, 32) if args.batch_size % n == 0}
+    for chunks in [*passes] * 5:  # in turn: a drift of the machine's speed affects all alike
+        inputs, targets = (x[: args.batch_size // chunks].to(device) for x in example)
+        loss = partial(recipe.part_of_loss, targets=targets, parts=(1, 1), seen=[])
+        with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
+            passes[chunks].append(time_blocks([*blocks.values(), loss], inputs))
+    cuts = []
+    for chunks, times in passes.items():
+        seconds = [chunks * min(x) for x in zip(*times, strict=True)]
+        for where, split in enumerate(blocks):
+            with suppress(SystemExit):  # a stage has no parameters, or both share some
+                recipe.cut(blocks, SimpleNamespace(split=split))
+                stages = sum(seconds[:where]), sum(seconds[where:])
+                # The faster stage waits while the other one takes its first and its last chunk.
+                cuts.append((max(stages) + min(stages) / chunks, stages, split, chunks))
+    yield "| fastest first | stages, s | idle | samples/s | computed GiB |\n|" + " --- |" * 5
+    model = recipe.build_model(args).to("meta")
+    for step, stages, args.split, args.chunks in sorted(cuts)[:5]:
+        training = Training("pipeline", recipe, args, model, example, gpus=2)
+        peaks = [training.peak(args.batch_size // 2, stage) / 2**30 for stage in (0, 1)]
+        times, memory = ("{:.2f} + {:.2f}".format(*pair) for pair in (stages, peaks))
+        rates = f"{1 - sum(stages) / step / 2:.0%} | {args.batch_size / step:,.0f}"
+        yield f"| --split {args.split} --chunks {args.chunks} | {times} | {rates} | {memory} |"
+
+
 def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
+    add("--cuts", action="store_true", help="where to cut a pipeline; mine.py: a copy of pipeline")
     add("recipe", nargs="?", default=ROOT / "recipes/ddp_cifar.py", help="file of a recipe's copy")
     add("flags", nargs=argparse.REMAINDER, help="those of the copy")
     args = parser.parse_args()
-    for line in lines(args.recipe, args.flags):
+    for line in (lines_of_cuts if args.cuts else lines)(args.recipe, args.flags):
         print(line, flush=True)
 
 

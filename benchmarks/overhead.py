@@ -54,7 +54,6 @@ class Training:
             ddp = nn.parallel.DistributedDataParallel
             model = ddp(self.in_ddp[0], devices, gradient_as_bucket_view=True)
             self.in_ddp = model, *self.in_ddp[1:]
-            model.broadcast_buffers = self.model.broadcast_buffers = False  # as in the recipes
         self.convolve = convolutions(self.alone[0], self.cached[0], self.dtype())
 
     def make(self):

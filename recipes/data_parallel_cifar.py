@@ -4,8 +4,8 @@
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py
     CUDA_VISIBLE_DEVICES=0,1 python recipes/data_parallel_cifar.py --batch-size 256
 
-Read this first: it is a whole training on Accelerate. Copy ddp_cifar.py instead, which trains the
-same model faster. DataParallel has these pitfalls:
+Read this first: it is a whole training on Accelerate. Copy ddp_cifar.py instead, which has one
+process per GPU. DataParallel has these pitfalls:
 - It copies the model to every GPU in every step, and adds up the gradients on the first GPU.
 - The first GPU also holds the batch, the outputs and the optimizer: it is full before the others.
 - One interpreter launches the kernels of all GPUs, and its lock lets one thread run at a time.

@@ -7,11 +7,11 @@
 
 With DistributedDataParallel (DDP) every process holds the whole model, reads its own share of each
 global batch, and averages its gradients with the others' during the backward pass. On a machine
-without GPUs the same commands run the same processes over gloo. The same command again continues a
-run that was interrupted.
+without GPUs the same commands run the same processes over gloo. Rerunning the command resumes an
+interrupted run.
 
 To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
-`make_optimizer`. Edit anything but the machinery between the two banners.
+`make_optimizer`. Edit anything but the shared infrastructure between the two banners.
 """
 
 import argparse
@@ -230,14 +230,14 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery d79febee3693: the same text, byte for byte, in all recipes
+# ===================================== shared infrastructure 23fc2a8b1683: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
 NAME = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a stall
+TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a hang
 
 
 # ------------------------------------------------------------------------------------------ metrics
@@ -504,9 +504,9 @@ def reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """The checkpoints step-N.pt in the output directory, each whole or not there, of `states`:
-    {name: object with a state_dict}. A recipe whose state is not whole on the main process
-    overrides the methods from `collect_states` to `delete`."""
+    """The checkpoints step-N.pt in the output directory, each atomic, of `states`: {name: object
+    with a state_dict}. A recipe whose state is not whole on the main process overrides the methods
+    from `collect_states` to `delete`."""
 
     pattern = f"step-{'[0-9]' * 8}.pt"
     # A run that resumes may have other values of these.
@@ -827,7 +827,7 @@ def parse_args(*declarations):
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
     add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
     add("--max-steps", type=int, help="stop after this many optimizer steps")
-    add("--batch-size", type=int, default=128, help="samples that a process takes at once (128)")
+    add("--batch-size", type=int, default=128, help="samples of a microbatch, at most (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
     add("--lr", type=float, default=0.1, help="peak rate, per 128 samples of global batch (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fully sharded data parallelism: the model divided among all processes (FSDP2).
+"""Fully sharded data parallelism: the model sharded over all processes (FSDP2).
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py
     torchrun --nproc_per_node 8 recipes/sharded_cifar.py --replicas 2 --precision bf16
 
 For a model that does not fit on one GPU: each of N processes keeps 1/N of the parameters, gradients
 and optimizer state. A block's parameters are gathered for its forward and its backward pass, then
-freed. The training is that of ddp_cifar.py. The same command again continues an interrupted run.
+freed. The training is that of ddp_cifar.py. Rerunning the command resumes.
 
 To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
 `make_optimizer`, and `shard_units` if your blocks are elsewhere; `shard` lists what a model needs.
@@ -232,14 +232,14 @@ def main():
     accelerator.end_training()
 
 
-# ============================= machinery d79febee3693: the same text, byte for byte, in all recipes
+# ===================================== shared infrastructure 23fc2a8b1683: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
 NAME = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a stall
+TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a hang
 
 
 # ------------------------------------------------------------------------------------------ metrics
@@ -506,9 +506,9 @@ def reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """The checkpoints step-N.pt in the output directory, each whole or not there, of `states`:
-    {name: object with a state_dict}. A recipe whose state is not whole on the main process
-    overrides the methods from `collect_states` to `delete`."""
+    """The checkpoints step-N.pt in the output directory, each atomic, of `states`: {name: object
+    with a state_dict}. A recipe whose state is not whole on the main process overrides the methods
+    from `collect_states` to `delete`."""
 
     pattern = f"step-{'[0-9]' * 8}.pt"
     # A run that resumes may have other values of these.
@@ -829,7 +829,7 @@ def parse_args(*declarations):
     add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
     add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
     add("--max-steps", type=int, help="stop after this many optimizer steps")
-    add("--batch-size", type=int, default=128, help="samples that a process takes at once (128)")
+    add("--batch-size", type=int, default=128, help="samples of a microbatch, at most (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
     add("--lr", type=float, default=0.1, help="peak rate, per 128 samples of global batch (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
@@ -998,27 +998,18 @@ def add_technique_flags(parser):
     add("--replicas", type=int, default=1, help="sharded models side by side (HSDP)")
     add("--sync-each-batch", help="accumulate gradients in shards: less memory, slower", **switch)
     add("--activation-checkpointing", help="recompute activations: less memory, slower", **switch)
+    add("--compile", help="torch.compile for each unit (slow first step)", **switch)
 
 
 POSITIVE += ["replicas"]
 
 
-def has_bf16(on_gpu):
-    """Return whether the device has instructions for bf16."""
-    if on_gpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
-
-
 def check_bf16(args):
-    """Exit with an error if this GPU has no bf16; warn if this CPU has not, and emulates it."""
+    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
     on_gpu = not args.cpu and torch.cuda.is_available()
-    if args.precision != "bf16" or has_bf16(on_gpu):
-        return
-    if on_gpu:
+    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.precision == "bf16" and emulated:
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
-    if os.environ.get("RANK", "0") == "0":
-        say("warning: this CPU has no bf16 instructions: emulated, it is much slower than fp32")
 
 
 def make_mesh(accelerator, replicas):
@@ -1111,7 +1102,12 @@ def shard(model, args, mesh):
         in_fp32 = {p for norm in norms for p in norm.parameters()}
         options["param_dtype_override_fn"] = lambda p: p.dtype if p in in_fp32 else None
         norms = set()
-    for unit in shard_units(model):
+    units = shard_units(model)
+    for unit in units:
+        if args.compile:
+            # Units of a class share a cache: for training, evaluation and its last, smaller batch.
+            torch._dynamo.config.recompile_limit = max(8, 3 * len(units))
+            unit.forward = torch.compile(unit.forward, dynamic=False)  # without FSDP's hooks
         if args.activation_checkpointing:
             checkpoint_activations(unit)
         shard_unit(unit, norms, mesh, fsdp.MixedPrecisionPolicy(**options))

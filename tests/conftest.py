@@ -72,15 +72,6 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
     return process
 
 
-def launch(processes, script, *arguments, **kwargs):
-    """`accelerate launch` with the checked-in config for so many processes, on CPU."""
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[processes], script, *arguments]
-    process = run(command, **kwargs)
-    # Gloo's, now and then, where the process group is left to the interpreter's exit.
-    assert "terminate called" not in process.stderr
-    return process
-
-
 def outputs(directory):
     lines = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
     return {
@@ -268,14 +259,6 @@ def outcome(request, copies):
     (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
     takes two steps and leaves its results in run/."""
     return copies[request.node.name]
-
-
-def undo_zero_init(model):
-    """Set all scales of norms to one: zeros would hide most of the network from its gradient."""
-    for module in model.modules():
-        if getattr(module, "weight", None) is not None and module.weight.dim() == 1:
-            module.weight.data.fill_(1)
-    return model
 
 
 def answers(program, counts, directory):

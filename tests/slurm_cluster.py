@@ -17,7 +17,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
 NODES = ("n1",)
 SPARE_NODES = ("s1", "s2")  # in two partitions, one of which goes first
-GPU_NODES = ("g1", "g2")  # with two GPUs each: files of that name, which is all that Slurm looks at
+GPU_NODES = ("g1",)  # with two GPUs: files of that name, which is all that Slurm looks at
 ALL_NODES = (*NODES, *SPARE_NODES, *GPU_NODES)
 
 CONFIGURATION = """

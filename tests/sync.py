@@ -1,56 +1,117 @@
-"""Part 2 of the recipes, the machinery, is one text: `make sync` copies it from ddp_cifar.py.
+"""The shared block is one text in all recipes: `make sync` copies it from ddp_cifar.py.
 
     python tests/sync.py  # into the other recipes
     python tests/sync.py ../mine/train.py  # into a copy of a recipe
 
-It stands between two banners, "# === machinery CHECKSUM" and "# === this recipe's own". A block
-that is not the one of its checksum was edited by hand: that is an error, and nothing is written.
+It stands between two banners, "# === ... CHECKSUM" and "# === this recipe's own". Missing imports
+are added. Nothing is written if a block was edited by hand (it is not the one of its checksum), or
+if names would be undefined or defined twice.
 """
 
+import ast
+import builtins
 import difflib
 import hashlib
+import re
+import symtable
 import sys
 from pathlib import Path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 REFERENCE = RECIPES / "ddp_cifar.py"
 COPIES = [RECIPES / f"{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
+BANNER = re.compile(r"^# =+ (?:machinery|shared infrastructure)\b.*\n", re.MULTILINE)
 
 
-def machinery(path):
-    """Return the text between the banners; raise ValueError unless each is there once."""
-    lines = path.read_text().splitlines(keepends=True)
-    banners = [i for i, line in enumerate(lines) if line.startswith("# =====")]
-    if len(banners) != 2 or " machinery" not in lines[banners[0]]:
-        raise ValueError(f"{path.name}: expected the banners of part 2 and of part 3")
-    return "".join(lines[banners[0] : banners[1]])
+def parts(path):
+    """Return a recipe in four parts: up to the banner, the banner, the shared block, the rest."""
+    text = path.read_text("utf-8")
+    ast.parse(text, path)  # an error names the file and the line
+    banner = BANNER.search(text)
+    block, end, rest = text[banner.end() :].partition("# =====") if banner else ("", "", "")
+    if not end:
+        kind = "a copy of ddp, amp, pipeline or sharded with both its lines '# ====='"
+        raise ValueError(f"{path} has no shared block to update: it is not {kind}")
+    return text[: banner.start()], banner[0], block, end + rest
 
 
 def checksum(text):
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def names(text):
+    """Return the names that a module binds, and those that it uses and does not bind."""
+    module = symtable.symtable(text, "", "exec")
+    scopes = [module]
+    for scope in scopes:  # it grows
+        scopes += scope.get_children()
+    found = [x for scope in scopes for x in scope.get_symbols() if scope is module or x.is_global()]
+    bound = {x.get_name() for x in found if x.is_assigned() or x.is_imported()}
+    used = {x.get_name() for x in found if x.is_referenced()}
+    return bound, used - bound - {*dir(builtins), "__file__"}
+
+
+def imports(text):
+    """Return {name: the line that imports it}, and the number of the last line of the imports."""
+    lines, last = {}, 0
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            last = node.end_lineno
+            for alias in node.names:
+                node.names = [alias]
+                lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(node)
+    return lines, last
+
+
+def check_unedited(path, banner, block, newest):
+    """Raise ValueError if a block is not that of its checksum, or has none: edits would be lost."""
+    if block == newest or checksum(block) in banner:
+        return
+    remedy = f"paste that of {REFERENCE.name} over it, and define what you changed below it"
+    if not re.search(" [0-9a-f]{12}:", banner):
+        raise ValueError(f"{path}: its shared block is too old to have a checksum: {remedy}")
+    texts = [x.splitlines(keepends=True) for x in (block, newest)]
+    sys.stdout.writelines(difflib.unified_diff(*texts, str(path), REFERENCE.name))
+    raise ValueError(f"{path}: its shared block was edited, as shown above: {remedy}")
+
+
+def updated(path, banner, newest):
+    """Return the text of a file with the newest block, and the import lines that were added."""
+    before, old_banner, old, rest = parts(path)
+    check_unedited(path, old_banner, old, newest)
+    reference = REFERENCE.read_text("utf-8")
+    (ours, _), (known, _) = names(reference), imports(reference)
+    undefined = names(before + newest + rest)[1]
+    added = sorted(known[name] for name in undefined & known.keys())
+    replaced = (names(newest)[0] - names(old)[0]) & names(before)[0]
+    # Only names that the recipes know: a star import may define others.
+    undefined = (undefined - known.keys()) & (ours | names(old)[0] | names(newest)[1])
+    for found, remedy in (
+        (replaced, "rename these, the newest shared block would replace them"),
+        (undefined & ours, f"copy these from {REFERENCE.name} to below the shared block"),
+        (undefined - ours, f"the newest shared block lacks these, see diff {REFERENCE} {path}"),
+    ):
+        if found:
+            raise ValueError(f"{path}: {remedy}: {', '.join(sorted(found))}")
+    lines, last = before.split("\n"), imports(before)[1]
+    lines[last:last] = added
+    return "\n".join(lines) + banner + newest + rest, added
+
+
 def main(paths):
-    _, _, text = machinery(REFERENCE).partition("\n")
-    title = f" machinery {checksum(text)}: the same text, byte for byte, in all recipes"
-    new = f"# {title:=>98}\n{text}"
-    blocks = {path: machinery(path) for path in paths}
-    for path, block in blocks.items():
-        banner, _, own = block.partition("\n")
-        if own != text and checksum(own) not in banner:
-            lines = [x.splitlines(keepends=True) for x in (block, new)]
-            sys.stdout.writelines(difflib.unified_diff(*lines, str(path), REFERENCE.name))
-            sys.exit(
-                f"{path.name}: its machinery was edited, as shown above; nothing was written. Make "
-                f"the change in {REFERENCE.name}, or define the function again below the machinery."
-            )
-    for path, block in blocks.items():
-        path.write_text(path.read_text().replace(block, new))
-        print(f"{path.name}: {'up to date' if block == new else 'updated'}")
+    _, banner, newest, _ = parts(REFERENCE)
+    title = re.sub("( [0-9a-f]{12})?:", f" {checksum(newest)}:", banner.strip("# =\n"), count=1)
+    banner = f"# {' ' + title:=>98}\n"
+    results = {path: updated(path, banner, newest) for path in paths}
+    for path, (text, added) in results.items():
+        what = "up to date" if text == path.read_text("utf-8") else "updated"
+        ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+        path.write_text(text, "utf-8", newline=ending)
+        print("; ".join([f"{path.name}: {what}", *added]))
 
 
 if __name__ == "__main__":
     try:
-        main([Path(name) for name in sys.argv[1:]] or [REFERENCE, *COPIES])
-    except (OSError, ValueError) as error:
+        main([Path(name).expanduser() for name in sys.argv[1:]] or [REFERENCE, *COPIES])
+    except (OSError, SyntaxError, ValueError) as error:
         sys.exit(f"nothing was written: {error}")

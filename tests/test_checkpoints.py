@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import LITTLE_DATA, SMALL, copy, forked, load
 from test_resume import STEPS, assert_identical, begin_of, content
@@ -33,20 +34,6 @@ def the_error(answer, code=2):
     return line
 
 
-def kills_of(moments):
-    """Every third moment of a save, as (operation, n): before and after each operation on the disk;
-    of the hundreds of writes the first three, the middle one and the last."""
-    found = []
-    for operation, number in Counter(moments).items():
-        chosen = range(number)
-        if operation == "write":
-            assert number > 100
-            chosen = [0, 1, 2, number // 2, number - 1]
-        found += [(operation, n) for n in chosen]
-    assert [kind for kind, n in found if n == 0] == ["open", "write", "fsync", "replace", "unlink"]
-    return found[::3]
-
-
 def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -63,7 +50,10 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(tmp_pa
     first_deletion = order.index("unlink")
     after_rename = order[order.index("replace") + 1 : first_deletion]
     assert after_rename == ["open", "fsync"], "the new name is on the disk before an old one goes"
-    kills = kills_of(moments)
+    counted = Counter(moments)
+    assert [*counted] == ["open", "fsync", "replace", "unlink"]
+    # Every other moment, as (operation, n): before or after each of them.
+    kills = [(kind, n) for kind, number in counted.items() for n in range(number)][::2]
     assert len(kills) >= 5
 
     begins = [begin]
@@ -185,6 +175,8 @@ read = Checkpoints.read
 
 def announced(self, path):
     say(f"rank {os.environ['RANK']} reads {path.name}")
+    if os.environ["RANK"] == os.environ.get("FAILS"):
+        raise OSError(116, "Stale file handle")
     return read(self, path)
 
 
@@ -204,19 +196,31 @@ if os.environ.get("OWN_DISKS"):
 """
 
 
-def test_each_rank_reads_the_checkpoint_and_ranks_with_other_files_are_told(tmp_path):
-    """A flag that was added to the recipe later does not hinder resuming."""
-    script = copy("ddp_cifar", tmp_path / "mine.py", LITTLE_DATA, project=READS)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar", "sharded_cifar"])
+def test_all_ranks_read_the_checkpoint_or_none_resumes(recipe, tmp_path):
+    """One that cannot read it, or sees other files, is told. A flag that was added to the recipe
+    later does not hinder resuming."""
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=READS)
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
     again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
     later = {**again, "env": {"LATER": "1"}}
-    own_disks = {**again, "flags": [*flags[:-1], "run"], "env": {"OWN_DISKS": "1"}, "grace": 0.5}
-    saved, resumed, refused = forked([again, later, own_disks], tmp_path)
+    ends = {"grace": 0.5, "terminate": True}
+    fails = [{**again, **ends, "env": {"FAILS": rank}} for rank in ("0", "1")]
+    own_disks = {**again, **ends, "flags": [*flags[:-1], "run"], "env": {"OWN_DISKS": "1"}}
+    saved, *failed, resumed, refused = forked([again, *fails, later, own_disks], tmp_path)
     assert saved[0] == resumed[0] == [0, 0], resumed
-    for rank in (0, 1):
-        assert resumed[1].count(f"rank {rank} reads step-00000002.pt") == 1, resumed[1]
+    for rank, (codes, output) in enumerate(failed):
+        assert resumed[1].count(f"rank {rank} reads step-00000002") == 1, resumed[1]
+        assert 0 not in codes and "resuming" not in output, output
+        # On a slow machine that of the other rank follows, before it is ended.
+        line, *later = re.findall("^mine: error: (.*)$", output, re.MULTILINE)
+        assert later == [] or (len(later) == 1 and later[0].startswith("rank 1: ")), output
+        assert "step-00000002" in line and "Stale file handle" in line, line
+        assert f"rank {rank} on" in line or f"rank {{{rank}: " in line or f"on {rank}" in line
     said = the_error(refused)
-    assert re.search(r"--output-dir: \['[0-9a-f]{16}', 'step-00000002.pt'\] on rank 0", said), said
+    seen = r"--output-dir: \['[0-9a-f]{16}', 'step-00000002(\.pt)?'\] on rank 0"
+    assert re.search(seen, said), said
     assert "by rank {1: []}: all machines have to share the data and the directory" in said, said
 
 

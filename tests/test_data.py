@@ -77,24 +77,6 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     assert not torch.equal(pixels(0, 1, [5, 9, 11]), pixels(1, 0, [5, 9, 11]))
 
 
-def test_persistent_workers_see_the_crops_of_each_epoch(images_and_labels):
-    """Also those of a Subset, which has no epoch itself."""
-    data = augmented(images_and_labels, seed=0, epoch=0)
-    args = SimpleNamespace(batch_size=64, seed=0)
-    options = {"collate_fn": tuple, "num_workers": 1, "persistent_workers": True}
-    subset = torch.utils.data.Subset(data, range(64))
-    loader = DataLoader(subset, 64, drop_last=True, **options)
-    loader, _ = recipe.reproducible((loader, DataLoader(subset)), args)
-    loader = Accelerator(cpu=True).prepare(loader)
-    batches = []
-    for epoch in (1, 2):
-        loader.set_epoch(epoch)
-        loader.dataset.set_epoch(epoch)
-        batches += [batch[0] for batch in loader]
-        assert torch.equal(batches[-1], data.__getitems__(range(64))[0])
-    assert not torch.equal(*batches)
-
-
 class Draws(Dataset):
     """Of every generator that a transform may draw from."""
 

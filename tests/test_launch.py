@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ACCELERATE, CONFIGS, ROOT, SMALL, Exit, load, run, the_error_line
+from conftest import ROOT, Exit, load, run
 
 TWO_GPUS = {"device_count": 2, "is_available": True}
 
@@ -143,13 +143,6 @@ def test_a_launchers_defaults_and_the_precision_of_the_recipe_are_no_error(start
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
     }
     assert start("amp_cifar", "bf16", told, device_count=0)[0].mixed_precision == "bf16"
-
-
-@pytest.mark.slow
-def test_a_launchers_setting_is_an_error_in_one_line_of_two_processes(tmp_path):
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], "--mixed_precision", "bf16"]
-    process = run([*command, ROOT / "recipes/ddp_cifar.py", *SMALL], cwd=tmp_path, check=False)
-    assert "mixed_precision is bf16" in the_error_line(process)
 
 
 def test_gpus_are_hidden_by_cpu_before_torch_looks_for_them(start):

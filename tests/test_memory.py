@@ -111,3 +111,29 @@ def test_the_table_of_a_copy(tmp_path, monkeypatch, capsys):
     assert cells["ddp"][1] == "0" and cells["ddp"][2] != "0"
     assert cells["sharded"][1] not in ("0", cells["ddp"][2])
     assert "never compared with a GPU" in lines[10]
+
+
+HEAD = """
+
+def build_model(args):
+    layers = [nn.Sequential(nn.Flatten(), nn.Linear(3072, 32))]
+    layers += [nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True)) for _ in range(6)]
+    return nn.Sequential(*layers, nn.ReLU6(), nn.Linear(32, 200_000), nn.Identity())
+"""
+
+
+def test_a_pipeline_is_cut_where_its_stages_take_equal_time(tmp_path, monkeypatch, capsys):
+    """Before a large head, not in the middle, and each stage has parameters. With known seconds per
+    block (the last ones of the loss) the idle share is 1 / (chunks + 1)."""
+    script = copy("pipeline_cifar", tmp_path / "mine.py", project=HEAD)
+    flags = ["--batch-size", "8", "--cpu"]
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--cuts", str(script), *flags])
+    memory.main()
+    table = capsys.readouterr().out.splitlines()[2:]
+    assert len(table) == 5 and table[0].startswith("| --split 8 --chunks ")
+    known = [1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 2]
+    monkeypatch.setattr(memory, "time_blocks", lambda _, chunk: [len(chunk) * x for x in known])
+    _, row, *_ = memory.lines_of_cuts(script, flags)
+    assert row.startswith("| --split 8 --chunks 8 | 64.00 + 64.00 | 11% | 0 |")
+    with pytest.raises(SystemExit, match="--cuts takes a copy of pipeline"):
+        next(memory.lines_of_cuts(ROOT / "recipes/ddp_cifar.py", []))

@@ -1,10 +1,9 @@
-"""All ranks agree: on their flags and data, and on the checkpoint from which they resume."""
+"""All ranks agree on their flags and data. On the checkpoint from which they resume:
+test_checkpoints.py."""
 
 import re
 
 import pytest
-from conftest import LITTLE_DATA, SMALL, copy, forked
-from test_resume import begin_of
 
 ONE_DIFFERS = """
 if os.environ["RANK"] == "1":
@@ -57,47 +56,3 @@ MACHINES = {"MORE": "--data-dir elsewhere --threads 1 --output-dir ./run", "FEWE
 @pytest.mark.copied("ddp_cifar", project=ONE_DIFFERS, processes=2, env=MACHINES)
 def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
     assert outcome.codes == [0, 0], outcome.output
-
-
-UNREADABLE = """
-plain_read = Checkpoints.read
-
-
-def read(self, path):
-    if os.environ["RANK"] == os.environ.get("FAILS") and "00000002" in str(path):
-        raise eval(os.environ["ERROR"])
-    return plain_read(self, path)
-
-
-Checkpoints.read = read
-"""
-ERRORS = {
-    "ddp_cifar": "OSError(116, 'Stale file handle')",
-    "amp_cifar": "RuntimeError('not enough memory')",
-    "pipeline_cifar": "MemoryError('too much')",
-    "sharded_cifar": "OSError(5, 'Input/output error')",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ERRORS)
-def test_a_rank_that_alone_cannot_read_the_newest_checkpoint_ends_the_run(recipe, tmp_path):
-    """All resume from the newest one, or none does."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=UNREADABLE)
-    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--output-dir", "run"]
-    flags += ["--max-steps", 2]
-    again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags, "grace": 0.5}
-    again["terminate"] = True
-    error = ERRORS[recipe]
-    fails = [{**again, "env": {"FAILS": rank, "ERROR": error}} for rank in ("0", "1")]
-    trained, *failed, resumed = forked([again, *fails, again], tmp_path)
-    assert trained[0] == resumed[0] == [0, 0], (trained, resumed)
-    for rank, (codes, output) in enumerate(failed):
-        assert 0 not in codes and "resuming" not in output, output
-        # On a slow machine that of the other rank follows, before it is ended.
-        line, *later = re.findall("^mine: error: (.*)$", output, re.MULTILINE)
-        assert later == [] or (len(later) == 1 and later[0].startswith("rank 1: ")), output
-        reason = re.search("'(.*)'", error)[1]
-        assert "step-00000002" in line and reason in line, line
-        assert f"rank {rank} on" in line or f"rank {{{rank}: " in line or f"on {rank}" in line
-    assert begin_of(resumed[1]) == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MEASURED, ROUNDING, forked
+from conftest import MEASURED, forked
 
 STEPS = 20  # two epochs of 640 samples at a global batch of 64
 RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2)]
@@ -95,31 +95,3 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
         assert len(batches(whole, rank)) == STEPS
         assert batches(whole, rank) == batches(broken, rank)
     assert not (broken / "unfinished.tmp").exists()
-
-
-@pytest.mark.slow
-def test_the_same_command_continues_with_the_same_steps_on_fewer_processes(tmp_path):
-    """On four, on two, then on one, which take 1, 2 and 4 microbatches per step."""
-    flags = ["--batch-size", 16, "--global-batch-size", 64, "--log-every", 1]
-    common = {"recipe": "ddp_cifar", "plain": True, "flags": flags, "grace": 30}
-    common["in_float64"] = True
-    broken = {**common, "directory": tmp_path / "broken"}
-    runs = [
-        {**common, "processes": 4, "directory": tmp_path / "whole"},
-        {**broken, "processes": 4, "disturbances": {"2": [5, "SIGTERM"]}},
-        {**broken, "processes": 2, "disturbances": {"0": [5, "SIGUSR1"]}},
-        {**broken, "processes": 1},
-    ]
-    answers = forked(runs, tmp_path)
-    assert [set(codes) for codes, _ in answers] == [{0}, {143}, {138}, {0}], answers
-    assert [begin_of(output) for _, output in answers] == [0, 0, 6, 12]
-    accumulations = [re.search('"accumulation": ([0-9])', output)[1] for _, output in answers]
-    assert accumulations == ["1", "1", "2", "4"]
-    whole, broken = (
-        untimed((tmp_path / name / "metrics.jsonl").read_text()) for name in ("whole", "broken")
-    )
-    assert len(whole) == len(broken) == STEPS + 2
-    for line, expected in zip(broken, whole, strict=True):
-        assert line.pop("event") == expected.pop("event")
-        assert line == pytest.approx(expected, abs=ROUNDING, rel=0)
-    assert whole[3]["loss"] != whole[2]["loss"]

@@ -297,6 +297,46 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbe
     assert set(counted["bf16 twice"]["computed"]) == {"Conv2d torch.bfloat16"} | norms
 
 
+COMPILED = """
+plain_main = main
+
+
+def build_model(args):
+    sizes = ((768, 64), (64, 48), (48, 32), (32, 16), (16, 10))
+    layers = [nn.Sequential(nn.Linear(*size), nn.BatchNorm1d(size[1]), nn.Tanh()) for size in sizes]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def main():
+    plain_main()
+    print("graphs:", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs g++")
+def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_path):
+    """Also with bf16 and activation checkpointing. Each unit is a graph, in training and in an
+    evaluation: more than torch keeps of one function by default."""
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
+    flags = ["--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
+    small = ["--compile", "--precision", "bf16", "--activation-checkpointing"]
+    cases = {"eager": [], "compiled": ["--compile"], "small": small, "again": small}
+    runs = {name: described(tmp_path, script, name, 2, *flags, *own) for name, own in cases.items()}
+    printed = succeed(tmp_path, [runs[name] for name in ("eager", "compiled", "small")])
+    shutil.copytree(tmp_path / "small/step-00000002", tmp_path / "again/step-00000002")
+    printed += succeed(tmp_path, [runs["again"]])
+    assert ["graphs: 0" in x for x in printed] == [True, False, False, False]
+    assert ["graphs: 10" in x for x in printed] == [False, True, True, True], printed
+    last = {name: checkpoint(tmp_path / name / "step-00000004") for name in cases}
+    torch.testing.assert_close(last["compiled"], last["eager"], rtol=0, atol=ROUNDING)
+    assert_equal(last["again"], last["small"])
+    assert last["small"]["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
+    assert_same_lines(tmp_path / "again", tmp_path / "small", abs=0, rel=0)
+    losses = [outputs(tmp_path / name)["summary"]["loss"] for name in ("small", "eager")]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
+
+
 @pytest.mark.slow
 def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(disturbed, tmp_path):
     """On two replicas of two shards, stopped by a signal to one rank in mid-epoch."""

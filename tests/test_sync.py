@@ -1,5 +1,6 @@
-"""A recipe is read from top to bottom by whoever copies it: its size has a limit, its machinery is
-one text in all recipes, which `make sync` copies, and the stories differ only where they say so."""
+"""A recipe is read from top to bottom by whoever copies it: its size has a limit, its shared block
+is one text in all recipes, which `make sync` copies, and its own functions differ only where this
+file says so."""
 
 import ast
 import re
@@ -8,18 +9,18 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-from sync import COPIES, REFERENCE, checksum, machinery
+from conftest import ROOT, load
+from sync import COPIES, REFERENCE, checksum, parts
 
 RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
-WITH_MACHINERY = [REFERENCE, *COPIES]
+WITH_BLOCK = [REFERENCE, *COPIES]
 LINES = {
     "ddp_cifar": 1065,
-    "amp_cifar": 1140,
-    "pipeline_cifar": 1372,
-    "sharded_cifar": 1406,
-    "data_parallel_cifar": 320,
+    "amp_cifar": 1137,
+    "pipeline_cifar": 1362,
+    "sharded_cifar": 1402,
+    "data_parallel_cifar": 306,
 }
 # Functions that a recipe has under the reference's name, but with another text.
 ALL = {"add_technique_flags", "train_step", "main"}
@@ -36,12 +37,16 @@ OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
 OF_THE_BASELINE |= {"seed_rng", "ImageTensors", "cifar10", "synthetic_images"}
 
 
+def shared_block(path):
+    """Return the block with its banner."""
+    return "".join(parts(path)[1:3])
+
+
 def definitions(path):
-    """Return {name: (lines, whether it is machinery)} of the functions and classes of a recipe."""
+    """Return {name: (lines, whether it is shared)} of the functions and classes of a recipe."""
+    first = parts(path)[0].count("\n")
+    last = first + shared_block(path).count("\n")
     text = path.read_text()
-    block = machinery(path)
-    first = text[: text.index(block)].count("\n")
-    last = first + block.count("\n")
     lines = text.splitlines()
     return {
         node.name: (lines[node.lineno - 1 : node.end_lineno], first < node.lineno <= last)
@@ -51,40 +56,33 @@ def definitions(path):
 
 
 def own_definitions(path):
-    """Return {name: lines} of the story, and of the recipe's own part."""
+    """Return {name: lines} of the training code, and of the recipe's own part."""
     return {name: lines for name, (lines, shared) in definitions(path).items() if not shared}
 
 
 def test_no_recipe_escapes_these_tests():
     assert LINES.keys() == {path.stem for path in RECIPES.glob("*.py")}
-    assert LINES.keys() == {path.stem for path in (*WITH_MACHINERY, BASELINE)}
+    assert LINES.keys() == {path.stem for path in (*WITH_BLOCK, BASELINE)}
     assert OWN.keys() == WITHOUT.keys() == {path.stem for path in COPIES}
 
 
-@pytest.mark.parametrize("path", [*WITH_MACHINERY, BASELINE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*WITH_BLOCK, BASELINE], ids=lambda path: path.stem)
 def test_a_recipe_can_be_read_in_one_go(path):
-    lines = path.read_text().splitlines()
+    """Its first part is a few pages, and no sentence hides its subject behind "What"."""
+    text = path.read_text()
+    lines = text.splitlines()
     assert len(lines) <= LINES[path.stem]
     assert max(map(len, lines)) <= 100
-    for node in ast.walk(ast.parse(path.read_text())):
+    assert path == BASELINE or text.partition("# =====")[0].count("\n") < 240
+    assert re.findall(r".*\bWhat\b.*", text) == []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and node.name not in ("main", "parse_args"):
             assert node.end_lineno - node.lineno < 45, f"{node.name} is too long"
 
 
-@pytest.mark.parametrize("path", WITH_MACHINERY, ids=lambda path: path.stem)
-def test_the_story_ends_by_line_240(path):
-    story, _, _ = path.read_text().partition("# =====")
-    assert story.count("\n") < 240
-
-
-@pytest.mark.parametrize("path", [*WITH_MACHINERY, BASELINE], ids=lambda path: path.stem)
-def test_no_sentence_hides_its_subject_behind_what(path):
-    """In a comment or a docstring: code has no word with this capital."""
-    assert re.findall(r".*\bWhat\b.*", path.read_text()) == []
-
-
-def test_the_machinery_that_is_compared_is_the_whole_of_it():
-    block = machinery(REFERENCE)
+def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
+    _, banner, block, _ = parts(REFERENCE)
+    assert f" {checksum(block)}: " in banner and len(banner) == 101, "run `make sync`"
     assert block.count("\n# -----") == 5
     names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
     classes = {"Metrics", "Steps", "Checkpoints", "StopSignal", "HangDetector"}
@@ -92,13 +90,13 @@ def test_the_machinery_that_is_compared_is_the_whole_of_it():
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
-def test_the_machinery_is_the_references_text(path):
-    same = machinery(path) == machinery(REFERENCE)
+def test_the_shared_block_is_the_references_text(path):
+    same = shared_block(path) == shared_block(REFERENCE)
     assert same, f"{path.name} has drifted from {REFERENCE.name}: run `make sync`"
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
-def test_the_story_is_the_references_but_for_what_is_named_here(path):
+def test_the_training_code_is_the_references_but_for_what_is_named_here(path):
     reference, mine = own_definitions(REFERENCE), own_definitions(path)
     assert {"load_data", "build_model", "evaluate", "main"} <= reference.keys()
     differing = {name for name in reference if name in mine and mine[name] != reference[name]}
@@ -116,57 +114,58 @@ def test_the_baseline_trains_the_same_model_on_the_same_data():
     assert code[BASELINE].keys() == OF_THE_BASELINE and code[BASELINE] == code[REFERENCE]
 
 
-@pytest.mark.parametrize("name", ["has_bf16", "check_bf16"])
-def test_bf16_is_looked_for_alike_in_all_recipes_that_use_it(name):
-    first, *others = [own_definitions(path)[name] for path in COPIES]
+def test_bf16_is_looked_for_alike_in_all_recipes_that_use_it():
+    first, *others = [own_definitions(path)["check_bf16"] for path in COPIES]
     assert others == [first] * 2
 
 
-def test_the_banner_has_the_checksum_of_the_machinery():
-    banner, _, text = machinery(REFERENCE).partition("\n")
-    assert f" machinery {checksum(text)}: " in banner and len(banner) == 100, "run `make sync`"
+MINE = "my dir/my_cifar.py"
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A project with the recipes, of one machinery, and mine/train.py, a copy of one. Return a
-    function that edits a file and runs `make sync` with arguments, in the project's directory; it
-    returns the process and the texts of all files, {name: text}, before and after."""
+    """A project with the recipes, of one shared block, and a copy of one, with an older banner and
+    the line ends of Windows. Return a function that edits a file and runs `make sync`, also with
+    COPY=; it returns the process and the texts of all files, {name: text}, before and after."""
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "project/tests").mkdir()
-    shutil.copy(ROOT / "tests/sync.py", tmp_path / "project/tests")
+    for name in ("Makefile", "tests/sync.py"):
+        shutil.copy(ROOT / name, tmp_path / "project" / name)
     for path in COPIES:  # also where the recipes have drifted
-        text = path.read_text().replace(machinery(path), machinery(REFERENCE))
+        text = path.read_text().replace(shared_block(path), shared_block(REFERENCE))
         (recipes / path.name).write_text(text)
 
     def texts():
         return {path.name: path.read_text() for path in tmp_path.glob("*/**/*_cifar*.py")}
 
-    def sync(name, old, new, *arguments):
+    def sync(name, old, new, copy=None):
         [path] = tmp_path.glob(f"*/**/{name}")
-        assert path.read_text().count(old) == 1
-        path.write_text(path.read_text().replace(old, new))
+        content = path.read_bytes()
+        assert content.count(old.encode()) == 1
+        path.write_bytes(content.replace(old.encode(), new.encode()))
         before = texts()
-        command = [sys.executable, "tests/sync.py", *arguments]
+        command = ["make", "--silent", "sync", f"PYTHON={sys.executable}"]
+        command += [f"COPY=../{copy}"] if copy else []
         options = {"cwd": tmp_path / "project", "capture_output": True, "text": True}
         process = subprocess.run(command, **options)
         return process, before, texts()
 
     process, _, _ = sync("ddp_cifar.py", "Train ResNet-50", "Train ResNet-50")
     assert process.returncode == 0, process.stderr
-    (tmp_path / "mine").mkdir()
-    shutil.copy(recipes / "amp_cifar.py", tmp_path / "mine/my_cifar.py")
+    (tmp_path / MINE).parent.mkdir()
+    text = (recipes / "amp_cifar.py").read_text()
+    older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 machinery\2", text)
+    (tmp_path / MINE).write_text(older, newline="\r\n")
     return sync
 
 
-MINE = "../mine/my_cifar.py"
-OLD, NEW = "timedelta(hours=1)", "timedelta(hours=3)"  # of the machinery
+OLD, NEW = "timedelta(hours=1)", "timedelta(hours=3)"  # of the block
 
 
 def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
     process, before, after = project("ddp_cifar.py", OLD, NEW)
-    updated = "".join(f"{path.name}: updated\n" for path in WITH_MACHINERY)
+    updated = "".join(f"{path.name}: updated\n" for path in WITH_BLOCK)
     assert (process.returncode, process.stdout) == (0, updated), process.stderr
     for path in COPIES:
         assert without_banner(after[path.name]) == without_banner(
@@ -180,33 +179,62 @@ def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
 
 
 def without_banner(text):
-    return re.sub("# =+ machinery .*", "", text)
+    return re.sub("# =+ .* [0-9a-f]{12}:.*", "", text)
 
 
-@pytest.mark.parametrize(("edited", "arguments"), [("amp_cifar.py", []), ("my_cifar.py", [MINE])])
-def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, arguments):
-    process, before, after = project(edited, OLD, NEW, *arguments)
-    assert process.returncode == 1 and before == after
-    assert f"{edited}: its machinery was edited" in process.stderr
+@pytest.mark.parametrize(("edited", "copy"), [("amp_cifar.py", None), ("my_cifar.py", MINE)])
+def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, copy):
+    """Nor a block without a checksum, which may be edited."""
+    process, before, after = project(edited, OLD, NEW, copy)
+    assert process.returncode != 0 and before == after
+    assert f"{edited}: its shared block was edited" in process.stderr
     changed = [line for line in process.stdout.splitlines() if line[0] in "+-"][2:]
-    assert [NEW in changed[0], OLD in changed[1], len(changed)] == [True, True, 2]
+    assert [OLD in changed[1], NEW in changed[0], len(changed)] == [True, True, 2]
+    process, before, after = project(edited, f" {checksum(parts(REFERENCE)[2])}:", ":", copy)
+    assert process.returncode != 0 and before == after
+    assert f"{edited}: its shared block is too old to have a checksum" in process.stderr
 
 
-def test_make_sync_gives_a_copy_outside_the_project_the_newest_machinery(project):
-    """And keeps all else of it; the recipes stay as they are."""
-    own = "def synthetic_images(samples, seed):"
+def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(project, tmp_path):
+    """And keeps all else of it, also its line ends. The recipes stay as they are."""
+    own, imported = "def synthetic_images(samples, seed):", "from textwrap import dedent as outdent"
     project("my_cifar.py", own, f"{own}  # mine", MINE)
-    process, before, after = project("ddp_cifar.py", OLD, NEW, MINE)
-    assert (process.returncode, process.stdout) == (0, "my_cifar.py: updated\n"), process.stderr
-    mine, newest = after.pop("my_cifar.py"), before["amp_cifar.py"].replace(OLD, NEW)
-    assert without_banner(mine.replace("  # mine", "")) == without_banner(newest)
-    assert "  # mine" in mine
+    project("ddp_cifar.py", "import argparse\n", f"import argparse\n{imported}\n", MINE)
+    needs = f"{NEW}\nINDENTED = outdent(' a')"
+    process, before, after = project("ddp_cifar.py", OLD, needs, MINE)
+    assert process.stdout == f"my_cifar.py: updated; {imported}\n", process.stderr
+    mine, newest = after.pop("my_cifar.py"), before["amp_cifar.py"].replace(OLD, needs)
+    assert mine.count("  # mine") == mine.count(f"\n{imported}\n") == 1
+    mine = mine.replace("  # mine", "").replace(f"{imported}\n", "")
+    assert without_banner(mine) == without_banner(newest)
     assert after == {name: before[name] for name in after}
+    content = (tmp_path / MINE).read_bytes()
+    assert content.count(b"\n") == content.count(b"\r\n") > 1000
+    assert load(tmp_path / MINE).INDENTED == "a"
 
 
-@pytest.mark.parametrize("recipe", ["ddp_cifar.py", "sharded_cifar.py"])
-def test_make_sync_does_not_touch_a_recipe_without_a_banner(project, recipe):
-    banner = re.search("\n# =+ this recipe's own", (RECIPES / recipe).read_text())[0]
-    process, before, after = project(recipe, banner, "")
-    assert process.returncode == 1 and before == after
-    assert f"nothing was written: {recipe}: expected the banners of part 2" in process.stderr
+SECOND_BANNER = re.search("# =+ this recipe's own", REFERENCE.read_text())[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "copy", "message"),
+    [
+        (
+            "def describe(",
+            f"{SECOND_BANNER}\ndef describe(",
+            MINE,
+            "below the shared block: describe",
+        ),
+        ("def save_weights(", "def store(", MINE, "block lacks these, see diff .*: save_weights"),
+        ("def say(", "train_step = 1\n\n\ndef say(", MINE, "rename these, .*: train_step"),
+        (SECOND_BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
+        ("def say(", "def say(", "project/recipes/data_parallel_cifar.py", "no shared block"),
+        ("def say(", "def say(", "none.py", "No such file"),
+    ],
+)
+def test_make_sync_changes_nothing_if_the_copy_would_not_run(project, old, new, copy, message):
+    """Names have moved out of the block, or are gone, or are the copy's own; there is no block."""
+    process, before, after = project("ddp_cifar.py", old, new, copy)
+    assert process.returncode != 0 and before == after
+    line, _ = process.stderr.splitlines()  # the second one is of make
+    assert line.startswith("nothing was written: ") and re.search(message, line), line

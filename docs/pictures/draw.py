@@ -6,7 +6,7 @@
     python docs/pictures/draw.py runs/check/mine.json  # one that check.py has written, beside it
 
 Each run is a recipe itself, whose methods of torch and Accelerate are timed or watched. Most
-pictures show the last step of a ResNet-50, and end with their commands, machine and date.
+pictures show the last step of a ResNet-50, and end with machine and date.
 
     check.svg               one training in many ways, by benchmarks/check.py
     pipeline.svg, ddp.svg   when two processes compute and communicate
@@ -25,7 +25,6 @@ from collections import Counter
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from textwrap import fill
 
 try:
     from matplotlib import pyplot
@@ -47,7 +46,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESNET = "--data synthetic --stem imagenet --cpu --max-steps 3"
 found = []  # in this process
-commands = []  # of a picture
 
 
 # ----------------------------------------------------------- check: one training in many ways
@@ -150,8 +148,8 @@ def last_step(traces, forwards):
     ]
 
 
-def bar(axes, row, start, end, what):
-    box = {"height": 0.8, "color": TIMES[what], "edgecolor": "white", "linewidth": 0.5}
+def bar(axes, row, start, end, what, height=0.8):
+    box = {"height": height, "color": TIMES[what], "edgecolor": "white", "linewidth": 0.5}
     axes.barh(row, end - start, left=start, **box)
 
 
@@ -167,21 +165,19 @@ def draw_pipeline(figure):
             axes.text(1.01 * total, rank, f"{idle:.0%} idle", va="center")
         axes.set(xlabel="seconds", xlim=(0, 1.12 * total), title=f"--schedule {schedule}")
         axes.invert_yaxis()
-    formula = f"M = {CHUNKS} chunks, two equal stages: 1 / (M + 1) = {1 / (CHUNKS + 1):.0%} idle"
+    formula = f"measured; ideal, with two equal stages: 1 / ({CHUNKS} + 1) = {1 / (CHUNKS + 1):.0%}"
     figure.suptitle(f"ResNet-50, ImageNet stem, batch 512; {formula}")
     legend(figure, {name: TIMES[name] for name in ("forward", "backward")})
 
 
 def draw_ddp(figure):
     axes = figure.subplots()
-    for rank, events in enumerate(
-        last_step(measure(2, "ddp", f"{RESNET} --batch-size 32", "ddp"), 1)
-    ):
-        buckets = 0
+    ranks = last_step(measure(2, "ddp", f"{RESNET} --batch-size 32", "ddp"), 1)
+    for rank, events in enumerate(ranks):
         for start, end, what in events:
-            buckets += what == "all-reduce"
-            row = f"rank {rank}, bucket {buckets}" if what == "all-reduce" else f"rank {rank}"
-            bar(axes, row, start, end, what)
+            below = what == "all-reduce"  # beside the computation, which goes on
+            bar(axes, rank + 0.35 * below, start, end, what, 0.3)
+    axes.set(yticks=range(len(ranks)), yticklabels=[f"rank {rank}" for rank in range(len(ranks))])
     axes.set(xlabel="seconds", title="ResNet-50, ImageNet stem, batch 32 per process")
     axes.invert_yaxis()
     legend(
@@ -316,9 +312,8 @@ def record(watch, recipe, *flags):
 
 
 def measure(processes, recipe, flags, watch):
-    """Run a recipe; return what was found in each process. Note the command of the recipe alone."""
+    """Run a recipe; return what was found in each process."""
     config, recipe = f"accelerate_configs/{processes}gpu.yaml", f"recipes/{recipe}_cifar.py"
-    commands.append(f"accelerate launch --config_file {config} {recipe} {flags}")
     line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     line += ["--config_file", config, __file__, "record", watch, recipe, *flags.split()]
     with tempfile.TemporaryDirectory() as directory:
@@ -340,14 +335,11 @@ def main(*names):
             path = HERE / "check.svg" if name == "check" else results.with_suffix(".svg")
             figure.savefig(path, metadata={"Date": None})
             continue
-        commands.clear()
         draw, size = PICTURES[name]
         figure = pyplot.figure(figsize=size, layout="constrained")
         draw(figure)
         where = f"{hardware()}; torch {torch.__version__}; {date.today()}; commit {commit()}"
-        note = {"va": "top", "fontsize": 6, "family": "monospace"}
-        wrapped = [fill(x, 115, subsequent_indent="    ") for x in [*commands, where]]
-        figure.text(0.01, 0, "\n".join(wrapped), **note)
+        figure.text(0.01, 0, where, va="top", fontsize=8)
         figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 

@@ -13,7 +13,6 @@ recipe's simple_cnn; `in_float64` trains in it.
 """
 
 import collections
-import contextlib
 import hashlib
 import itertools
 import json
@@ -24,7 +23,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from conftest import IN_FLOAT64, load
 from torch import nn
 
@@ -84,13 +82,6 @@ def kill_while_saving(recipe, operation, moment):
 
         return with_moments
 
-    def save_watched(content, file):
-        opened = contextlib.nullcontext(file) if hasattr(file, "write") else recipe.open(file, "wb")
-        with opened as file:
-            torch.save(
-                content, SimpleNamespace(write=watched(file.write, "write"), flush=file.flush)
-            )
-
     recipe.open = watched(open, "open")
 
     save = recipe.Checkpoints.save
@@ -113,7 +104,6 @@ def kill_while_saving(recipe, operation, moment):
     recipe.Path = WatchedPath
     replaced = {name: watched(getattr(os, name), name) for name in ("open", "fsync", "replace")}
     recipe.os = SimpleNamespace(**{**vars(os), **replaced})
-    recipe.torch = SimpleNamespace(**{**vars(torch), "save": save_watched})
 
 
 def train(run, prepare=lambda recipe: None):

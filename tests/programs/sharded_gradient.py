@@ -63,7 +63,7 @@ recipe.build_model = build_model
 whole = build_model(None)
 units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(whole)]
 root = sum(size(p) for p in whole.parameters()) - sum(units)
-args = SimpleNamespace(weights=None, precision="fp32")
+args = SimpleNamespace(weights=None, precision="fp32", compile=False)
 args.activation_checkpointing = sys.argv[3] == "True"
 model = recipe.build_sharded_model(args, accelerator, mesh)
 gathered = []
