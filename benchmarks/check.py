@@ -4,17 +4,13 @@
     python benchmarks/check.py recipes/ddp_cifar.py --data synthetic --model simple_cnn
     python benchmarks/check.py ../mine/train.py --text a.txt --cpu
 
-Other flags are the copy's. It trains 12 steps (--max-steps) with one global batch and one size of
-microbatches: on one process, on two, on all GPUs if there are more, and on two that SIGKILL ends in
-mid-epoch and the same command continues. A pipeline takes two and four processes. On one GPU, only
---cpu compares numbers of processes. Compared are all metrics of all steps, and the final weights.
-
-A killed run has to be the uninterrupted one, on CPU bit for bit. Other numbers of processes round
-differently, and training amplifies this. The yardstick measures how much: the first run again, its
-initial weights changed by 1e-5 of their values. In step N a relative difference may be up to 1e-5,
-or 3 N times the yardstick's largest one in this metric so far; on GPUs also after a kill. TF32 is
-off, algorithms are deterministic. Exits with status 1 if a run fails or differs. Writes
-runs/check/NAME.json and, if matplotlib is installed, NAME.svg.
+Other flags are the copy's. It trains 12 steps (--max-steps) with one size of microbatches: on one
+process, on two, on all GPUs, and on two that SIGKILL ends in mid-epoch before the same command
+resumes; a pipeline on two and four. All metrics of all steps and the final weights have to be the
+same, after the kill bit for bit (CPU). On another number of processes rounding differs, and
+training amplifies it. A yardstick measures how much: the first run, with initial weights changed by
+1e-5 of their values. In step N, a relative difference may be 1e-5, or 3 N times the yardstick's so
+far. Exits with status 1 if a run fails or differs. Writes runs/check/NAME.json and NAME.svg.
 """
 
 import argparse
@@ -86,9 +82,8 @@ def run_copy(task, copy, *flags):
 
 
 def train(run, output):
-    """Train to the end, and again after each kill. Return an error or an empty text, and {(step,
-    event, name): value} of numbers and of the tensors of the final weights."""
-    error, values = "", {}
+    """Train to the end, and again after each kill. Return {(step, event, name): value}, of numbers
+    and of the final weights. If it fails, put a verdict and a reason into the run."""
     for number, task in enumerate(run["tasks"], 1):
         command = [sys.executable, *TORCHRUN, run["processes"], __file__, "run", task, run["copy"]]
         command = [str(x) for x in (*command, *run["flags"], "--output-dir", output)]
@@ -97,19 +92,20 @@ def train(run, output):
         output.with_name(f"{output.name}.{number}.txt").write_text(text)
         last = number == len(run["tasks"])
         if last != (code == 0) or not (last or any(output.glob(f"{task}*"))):
+            steps = re.findall(r"^step (\d+)/", text, re.MULTILINE)
+            run["verdict"] = f"fails after step {steps[-1]}" if steps else "fails in step 1"
             found = re.search(ERROR, text, re.MULTILINE | re.DOTALL)
-            error = found[0] if found else text[-1000:]
-            break
-    if run["tasks"][1:] and not error:
-        begin = json.loads((output / "summary.json").read_text())["resumed_from"]
-        error = "" if run["tasks"][-2] == f"step-{begin:08}" else f"it resumed from step {begin}"
-    for path in output.glob("metrics.jsonl"):
-        for line in map(json.loads, path.read_text().splitlines()):
-            names = [name for name in line if name not in MEASURED]
-            values |= {(line["step"], line["event"], name): line[name] for name in names}
-    for path in output.glob("model.safetensors"):
-        values |= {(line["step"], "weights", name): x for name, x in load_file(path).items()}
-    return error, values
+            run["reason"] = found[0] if found else text[-1000:]
+            return {}
+    begin = json.loads((output / "summary.json").read_text())["resumed_from"]
+    if f"step-{begin:08}" not in ("step-00000000", *run["tasks"])[-2:]:
+        run |= {"verdict": "fails", "reason": f"it resumed from step {begin}"}
+    values = {}
+    for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()):
+        names = [name for name in line if name not in MEASURED]
+        values |= {(line["step"], line["event"], name): line[name] for name in names}
+    weights = load_file(output / "model.safetensors").items()
+    return values | {(line["step"], "weights", name): tensor for name, tensor in weights}
 
 
 def difference(one, other):
@@ -160,13 +156,11 @@ def check(args, directory, console):
 
     def add(name, against="", bounds=None, **given):
         run = {"name": name, "against": against, "processes": first, "copy": args.copy}
-        run |= {"flags": args.flags, "tasks": ["train"], "differences": [], "verdict": "", **given}
+        run |= {"flags": args.flags, "tasks": ["train"], "differences": [], **given}
+        run |= {"verdict": "", "reason": ""}
         with console.status(f"{name} ..."):
-            run["reason"], values[name] = train(run, directory / name)
-        if run["reason"]:
-            reached = max((step for step, *_ in values[name]), default=0)
-            run["verdict"] = f"fails after step {reached}" if reached else "fails in step 1"
-        elif against:
+            values[name] = train(run, directory / name)
+        if against and not run["reason"]:
             same = run["processes"] == first or run["tasks"][1:]  # as the one it is compared with
             compare(run, values[name], values[against], bounds, () if same else BATCHNORM)
         console.print(f"{name}: {run['verdict'] or 'done'}")
