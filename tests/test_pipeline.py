@@ -111,15 +111,9 @@ def last_stage(batch, keys=("loss",)):
 
 linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
 MISTAKES = {
-    "one process": (
-        lambda: count_pipelines(chunks=7),
-        "takes two processes, not 1: launch",
-    ),
+    "one process": (lambda: count_pipelines(chunks=7), "takes two processes, not 1: launch"),
     "uneven": (lambda: count_pipelines(2, batch_size=100), "--chunks: choose a divisor of 100"),
-    "1f1b": (
-        lambda: count_pipelines(2, schedule="1f1b", chunks=1),
-        "1f1b needs at least 2",
-    ),
+    "1f1b": (lambda: count_pipelines(2, schedule="1f1b", chunks=1), "1f1b needs at least 2"),
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),

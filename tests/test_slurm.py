@@ -88,7 +88,9 @@ class Job:
     def steps(self):
         """The steps that each start of this job has logged."""
         starts = self.log().split(f"job {self.id}: recipes/")[1:]
-        return [[int(step) for step in re.findall(r"\nstep (\d+)/", start)] for start in starts]
+        return [
+            [int(step) for step in re.findall(r"\nstep (\d+)/.* loss ", start)] for start in starts
+        ]
 
     def checkpoints(self):
         return sorted(int(path.stem[5:]) for path in self.results.glob("step-*.pt"))
@@ -122,7 +124,7 @@ def preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, 
     before, between, after = job.steps()
     assert between[0] == before[-1] + 1 >= 6
     assert after[0] - 1 in (before[-1], *range(10, between[-1] + 1, 10))
-    assert after == [*range(after[0], STEPS + 1), STEPS], "the last one with its evaluation"
+    assert after == [*range(after[0], STEPS + 1)]
     summary = json.loads((job.results / "summary.json").read_text())
     assert (summary["world_size"], summary["global_batch_size"]) == (1, 64)
     assert job.log().startswith(f"job {job.id}: recipes/ddp_cifar.py ")
