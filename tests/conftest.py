@@ -3,7 +3,6 @@ forked."""
 
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,32 +133,6 @@ def forked(runs, directory, together=1, imports=(), **env):
         answer = server.stdout.readline()
     assert answer, "programs/forked.py has ended"
     return json.loads(answer)
-
-
-def at_once(story):
-    """For tests that wait more than they compute: those of a module run side by side. Their first
-    argument is a directory."""
-
-    def test(outcomes):
-        outcomes[story].result()
-
-    test.story = story
-    return test
-
-
-@pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    """The futures of those `at_once` tests of a module that were selected."""
-    items = [item for item in request.session.items if item.module is request.module]
-    stories = [item.function.story for item in items if hasattr(item.function, "story")]
-    with ThreadPoolExecutor(3) as pool:
-        futures = {}
-        for story in stories:
-            names = list(inspect.signature(story).parameters)[1:]
-            fixtures = [request.getfixturevalue(name) for name in names]
-            futures[story] = pool.submit(story, tmp_path_factory.mktemp("story"), *fixtures)
-        yield futures
-        pool.shutdown(cancel_futures=True)
 
 
 def train_forked(directory, *runs, together=2, **env):

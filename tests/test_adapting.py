@@ -279,7 +279,8 @@ def run_copy(what, directory):
     script = copy(f"{recipe}_cifar", directory / "mine.py", *lines, project=project)
     (directory / "text.txt").write_text(PAGE[:8000])
     if "LoRA" in what:
-        pretrained_model().save_pretrained(directory / "base")
+        torch.manual_seed(7)
+        functions(MODEL)["build_model"](None).bfloat16().save_pretrained(directory / "base")
     write_shards(directory)
     common = ["--cpu", "--epochs", 2, "--keep", 9, "--log-every", 1, "--global-batch-size", 8]
     run = {"processes": 2, "script": script, "directory": directory, "grace": 30}
@@ -390,11 +391,6 @@ def first_weights(project):
     space = functions(project)
     space["seed_rng"](0)
     return space["build_model"](None).state_dict()
-
-
-def pretrained_model():
-    torch.manual_seed(7)
-    return functions(MODEL)["build_model"](None).bfloat16()
 
 
 def test_the_loss_of_the_language_model_is_the_mean_over_all_tokens(adapted, others):

@@ -101,14 +101,6 @@ def test_where_a_checkpoint_cannot_be_written_the_earlier_ones_stay(tmp_path):
     assert reasons == [("OSError", "File too large"), ("PermissionError", "Permission denied")]
 
 
-def flip(path):
-    """Change one byte of a tensor. The padding between them does not matter."""
-    weights = torch.load(path, weights_only=True)["states"]["model"]["1.0.weight"]
-    content = bytearray(path.read_bytes())
-    content[content.index(weights.numpy().tobytes()) + 1000] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_path):
     """A byte of the newest is flipped; of two, --keep 1 keeps the intact one. A run that is
     complete is evaluated again. Where all are damaged, nothing is begun over them."""
@@ -121,7 +113,10 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_pat
     weights, expected = (directory / "model.safetensors").read_bytes(), content(newest)
     test_loss = json.loads(summary.read_text())["test_loss"]
 
-    flip(newest)
+    tensor = torch.load(newest, weights_only=True)["states"]["model"]["1.0.weight"]
+    damaged = bytearray(newest.read_bytes())
+    damaged[damaged.index(tensor.numpy().tobytes()) + 1000] ^= 1  # not in the padding
+    newest.write_bytes(damaged)
     ((codes, output),) = forked([{**one, "disturbances": {"0": [2, "SIGTERM"]}}], tmp_path)
     assert codes == [143] and begin_of(output) == 10, output
     assert output.count("skipping damaged") == 1 and "step-00000020.pt (" in output
@@ -174,7 +169,7 @@ read = Checkpoints.read
 
 
 def announced(self, path):
-    say(f"rank {os.environ['RANK']} reads {path.name}")
+    say(f"rank {os.environ['RANK']} reads {path}")
     if os.environ["RANK"] == os.environ.get("FAILS"):
         raise OSError(116, "Stale file handle")
     return read(self, path)
@@ -211,7 +206,7 @@ def test_all_ranks_read_the_checkpoint_or_none_resumes(recipe, tmp_path):
     saved, *failed, resumed, refused = forked([again, *fails, later, own_disks], tmp_path)
     assert saved[0] == resumed[0] == [0, 0], resumed
     for rank, (codes, output) in enumerate(failed):
-        assert resumed[1].count(f"rank {rank} reads step-00000002") == 1, resumed[1]
+        assert resumed[1].count(f"rank {rank} reads run0/step-00000002") == 1, resumed[1]
         assert 0 not in codes and "resuming" not in output, output
         # On a slow machine that of the other rank follows, before it is ended.
         line, *later = re.findall("^mine: error: (.*)$", output, re.MULTILINE)

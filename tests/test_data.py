@@ -144,13 +144,6 @@ def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before
     assert mixed(other.__getitems__(range(16, 24))) != first[2]
 
 
-def test_synthetic_data_are_made_from_their_seed():
-    (images, labels), (again, _), (other, _) = (recipe.synthetic_images(256, x) for x in (1, 1, 2))
-    assert torch.equal(images, again) and not torch.equal(images, other)
-    assert images.shape == (256, 32, 32, 3) and images.dtype == torch.uint8
-    assert set(labels.tolist()) == set(range(10))
-
-
 @needs_real_data
 def test_cifar10_is_read_whole():
     (images, labels), (_, test_labels) = recipe.cifar10(REAL_DATA, Accelerator(cpu=True))

@@ -39,13 +39,8 @@ class Machine:
         command += [__file__, json.dumps(run, default=str)]
         environment = {**os.environ, **PROGRAMS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.log, "w") as file:
-            self.launcher = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
+            self.launcher = subprocess.Popen(command, start_new_session=True, **options)
 
     def kill(self):
         """As when it loses its power: the launcher and its rank, which is in another session."""

@@ -135,16 +135,6 @@ def test_a_launchers_setting_that_the_recipe_would_ignore_is_an_error(start, nam
         start(environment={f"ACCELERATE_{name}": TOLD[name]}, device_count=0)
 
 
-def test_a_launchers_defaults_and_the_precision_of_the_recipe_are_no_error(start):
-    told = {
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_USE_FSDP": "false",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-    }
-    assert start("amp_cifar", "bf16", told, device_count=0)[0].mixed_precision == "bf16"
-
-
 def test_gpus_are_hidden_by_cpu_before_torch_looks_for_them(start):
     """Otherwise Accelerate's barriers would go to a GPU."""
     visible = []

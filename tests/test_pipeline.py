@@ -31,10 +31,7 @@ def test_gradients_and_steps_are_those_of_the_whole_model(gradients, processes):
         tolerance = 1e-6 if case.endswith("True") or "frozen" in case else 1e-12
         assert deviation < tolerance < 1e-4 < update, case
         assert loss == pytest.approx(expected_loss, abs=1e-6), case
-
-
-@pytest.mark.slow
-def test_a_stage_that_waits_has_as_much_time_as_the_other_collectives(gradients):
+    # A stage that waits has as much time as the other collectives.
     assert set(gradients[4]["timeouts"]) == {recipe.TIMEOUT.total_seconds()}
 
 
@@ -65,14 +62,6 @@ def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path
     in_bf16 = [line["loss"] for line in bf16.train]
     assert in_bf16 == pytest.approx(losses, abs=1e-2)
     assert in_bf16 != pytest.approx(losses, abs=1e-5)
-
-
-def loss_on_test_set(model, samples):
-    """Return the loss on the test set of a recipe with so many samples."""
-    data = recipe.ImageTensors(*recipe.synthetic_images(samples, seed=2), torch.device("cpu"))
-    images, labels = data.__getitems__(range(samples))
-    with torch.no_grad():
-        return F.cross_entropy(model.eval()(images), labels).item()
 
 
 CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]
@@ -122,15 +111,9 @@ def last_stage(batch, keys=("loss",)):
 
 linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
 MISTAKES = {
-    "one process": (
-        lambda: count_pipelines(chunks=7),
-        "takes two processes, not 1: launch",
-    ),
+    "one process": (lambda: count_pipelines(chunks=7), "takes two processes, not 1: launch"),
     "uneven": (lambda: count_pipelines(2, batch_size=100), "--chunks: choose a divisor of 100"),
-    "1f1b": (
-        lambda: count_pipelines(2, schedule="1f1b", chunks=1),
-        "1f1b needs at least 2",
-    ),
+    "1f1b": (lambda: count_pipelines(2, schedule="1f1b", chunks=1), "1f1b needs at least 2"),
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),
@@ -177,4 +160,7 @@ def test_weights_tied_within_a_stage_are_written_once_and_load_in_the_plain_mode
     tied = ["4.weight", "4.bias", "6.weight"]
     assert model.load_state_dict(weights, strict=False) == (tied, [])
     summary = json.loads((outcome.directory / "run/summary.json").read_text())
-    assert loss_on_test_set(model, 64) == pytest.approx(summary["test_loss"], rel=ROUNDING_FLOAT32)
+    data = recipe.ImageTensors(*recipe.synthetic_images(64, seed=2), torch.device("cpu"))
+    images, labels = data.__getitems__(range(64))
+    loss = F.cross_entropy(model.eval()(images), labels).item()
+    assert loss == pytest.approx(summary["test_loss"], rel=ROUNDING_FLOAT32)

@@ -246,12 +246,8 @@ def test_the_versions_to_install_are_those_of_pyproject_and_the_oldest_tested_on
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8])
 def test_make_train_takes_one_global_batch_on_any_number_of_gpus(gpus, tmp_path):
     """On three GPUs it is just below. The launcher is a stand-in."""
-    for name, text in {
-        "ready": "",
-        "sleep": "",
-        "python": f"echo {gpus}",
-        "accelerate": "",
-    }.items():
+    programs = {"ready": "", "sleep": "", "python": f"echo {gpus}", "accelerate": ""}
+    for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     command = ["make", "train", f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}", "ARGS=--keep 1"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,10 +33,6 @@ def begin_of(output):
     return int(begin)
 
 
-def batches(directory, rank):
-    return Path(directory, f"batches.{rank}").read_text().splitlines()
-
-
 def assert_identical(one, other, where=""):
     """Compare tensors, and containers of them, to the last bit."""
     assert type(one) is type(other), where
@@ -55,28 +50,24 @@ def assert_identical(one, other, where=""):
         assert one == other, where
 
 
-def stopped_and_resumed(recipe, processes, directory):
-    """An uninterrupted run, and one that is stopped in mid-epoch, continued by the same command,
-    stopped at the epoch's end, and continued."""
-    common = {"recipe": recipe, "processes": processes, "grace": 30}
-    flags = ["--batch-size", 64 // processes, "--log-every", 1]
-    every = ["--checkpoint-every", 1, "--keep", STEPS]
-    runs = [{**common, "directory": directory / "whole", "flags": [*flags, *every]}]
-    for begin, stop, name in ((0, 4, "SIGTERM"), (4, 10, "SIGINT"), (10, None, None)):
-        # The ranks stop one step after a signal: they vote while a step is computed.
-        disturbances = {str(processes - 1): [stop - begin - 1, name]} if stop else {}
-        one = {**common, "directory": directory / "broken", "flags": [*flags, "--keep", 3]}
-        runs.append({**one, "disturbances": disturbances})
-    return runs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "processes"), RECIPES)
 def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
     recipe, processes, tmp_path
 ):
-    answers = forked(stopped_and_resumed(recipe, processes, tmp_path), tmp_path)
+    """Stopped in mid-epoch, continued by the same command, stopped at the epoch's end, and
+    continued."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    common = {"recipe": recipe, "processes": processes, "grace": 30}
+    flags = ["--batch-size", 64 // processes, "--log-every", 1]
+    every = ["--checkpoint-every", 1, "--keep", STEPS]
+    runs = [{**common, "directory": whole, "flags": [*flags, *every]}]
+    for begin, stop, name in ((0, 4, "SIGTERM"), (4, 10, "SIGINT"), (10, None, None)):
+        # The ranks stop one step after a signal: they vote while a step is computed.
+        disturbances = {str(processes - 1): [stop - begin - 1, name]} if stop else {}
+        one = {**common, "directory": broken, "flags": [*flags, "--keep", 3]}
+        runs.append({**one, "disturbances": disturbances})
+    answers = forked(runs, tmp_path)
     expected = ((0, 0, None), (143, 0, 4), (130, 4, 10), (0, 10, None))
     for (codes, output), (code, begin, stop) in zip(answers, expected, strict=True):
         assert codes == [code] * processes, output
@@ -92,6 +83,7 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
     # The evaluation after step 10 was not reached before the second stop.
     assert [line["step"] for line in metrics] == [*range(1, 11), 10, *range(11, 21), 20]
     for rank in range(processes):
-        assert len(batches(whole, rank)) == STEPS
-        assert batches(whole, rank) == batches(broken, rank)
+        batches = (whole / f"batches.{rank}").read_text()
+        assert batches.count("\n") == STEPS
+        assert batches == (broken / f"batches.{rank}").read_text()
     assert not (broken / "unfinished.tmp").exists()

@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ACCELERATE, ROOT, SMALL, at_once, forked
+from conftest import ACCELERATE, ROOT, SMALL, forked
 from safetensors.torch import load_file
 from slurm_cluster import MISSING, Cluster
 
@@ -76,10 +77,6 @@ class Job:
     def until_step(self, step):
         self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
 
-    def until_launched(self):
-        """Until the ranks are there: they have everything to import yet."""
-        self.wait(lambda: len(self.processes()) >= 3, "ranks")
-
     def until_back_in_the_queue(self, restarts):
         """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have
         sooner."""
@@ -91,7 +88,9 @@ class Job:
     def steps(self):
         """The steps that each start of this job has logged."""
         starts = self.log().split(f"job {self.id}: recipes/")[1:]
-        return [[int(step) for step in re.findall(r"\nstep (\d+)/", start)] for start in starts]
+        return [
+            [int(step) for step in re.findall(r"\nstep (\d+)/.* loss ", start)] for start in starts
+        ]
 
     def checkpoints(self):
         return sorted(int(path.stem[5:]) for path in self.results.glob("step-*.pt"))
@@ -102,8 +101,7 @@ class Job:
         return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
-@at_once
-def test_preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, slurm):
+def preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, slurm):
     """From two nodes to one, at the same global batch: it ends like two processes that nothing
     has happened to. One readable log; the other node's is apart."""
     job = Job(slurm, directory, "--nodes=1-2", "--partition=spare")
@@ -126,7 +124,7 @@ def test_preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(direct
     before, between, after = job.steps()
     assert between[0] == before[-1] + 1 >= 6
     assert after[0] - 1 in (before[-1], *range(10, between[-1] + 1, 10))
-    assert after == [*range(after[0], STEPS + 1), STEPS], "the last one with its evaluation"
+    assert after == [*range(after[0], STEPS + 1)]
     summary = json.loads((job.results / "summary.json").read_text())
     assert (summary["world_size"], summary["global_batch_size"]) == (1, 64)
     assert job.log().startswith(f"job {job.id}: recipes/ddp_cifar.py ")
@@ -142,8 +140,7 @@ def test_preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(direct
     assert max((ours[name] - value).abs().max() for name, value in theirs.items()) < 1e-5
 
 
-@at_once
-def test_warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_away(
+def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_away(
     directory, slurm
 ):
     endless = ["--max-steps", 100_000, "--epochs", 10_000, "--checkpoint-every", 100_000]
@@ -153,7 +150,7 @@ def test_warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_s
     job.until_back_in_the_queue(restarts=1)
     (saved,) = job.checkpoints()
     job.until("RUNNING")
-    job.until_launched()
+    job.wait(lambda: len(job.processes()) >= 3, "ranks that have everything to import yet")
     slurm.run("scancel", job.id)
     job.until("CANCELLED")
     job.wait(lambda: not job.processes(), "end of its processes")
@@ -169,8 +166,7 @@ os.write(1, f"sees {' '.join(os.environ.get(name, 'none') for name in names)};\\
 """
 
 
-@at_once
-def test_a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails(
+def a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails(
     directory, slurm
 ):
     code = f"{SEES}\nsys.exit('it is broken')"
@@ -182,6 +178,25 @@ def test_a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_traini
     # The launcher ends the second when the first has failed.
     seen = re.findall("sees (.*);", job.log())
     assert seen and set(seen) <= {"0 2 0,1", "1 2 0,1"}
+
+
+STORIES = (
+    preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other,
+    warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_away,
+    a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails,
+)
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm, tmp_path_factory):
+    """All side by side: they wait more than they compute."""
+    with ThreadPoolExecutor(len(STORIES)) as pool:
+        yield {x: pool.submit(x, tmp_path_factory.mktemp("job"), slurm) for x in STORIES}
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_on_a_cluster(story, jobs):
+    jobs[story].result()
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")

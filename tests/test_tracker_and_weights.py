@@ -51,21 +51,18 @@ def test_no_epochs_evaluate_weights_as_their_training_did_and_change_no_file(
 def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path, monkeypatch):
     """The library reads its run's id from the environment, where a user may have set another."""
     recipe = load("recipes/ddp_cifar.py")
-    names = "WANDB_RUN_ID", "WANDB_RESUME"
-    for name in names:  # what the recipe sets is undone only if monkeypatch knows the name
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WANDB_RESUME", "")
+    monkeypatch.delenv("WANDB_RESUME")
 
-    def told(directory, own=()):
-        for name in names:
-            monkeypatch.delenv(name)
-        for name, value in zip(names, own, strict=False):
-            monkeypatch.setenv(name, value)
-        recipe.lock_output_directory(str(tmp_path / directory))
-        return tuple(os.environ[name] for name in names)
+    def told(own=""):
+        monkeypatch.setenv("WANDB_RUN_ID", own)  # monkeypatch undoes what the recipe sets
+        if not own:
+            monkeypatch.delenv("WANDB_RUN_ID")
+        recipe.lock_output_directory(str(tmp_path))
+        return os.environ["WANDB_RUN_ID"]
 
-    first, (anew, _), other = told("run"), told("run"), told("other")
-    assert len({first[0], anew, other[0]}) == 3 and len(anew) == 16, "without a checkpoint"
-    (tmp_path / "run/step-00000001.pt").touch()
-    assert told("run")[0] == anew, "with one"
-    assert first[1] == other[1] == "allow"
-    assert told("run", ("mine", "must")) == ("mine", "must")
+    first, second = told(), told()
+    assert first != second and len(first) == 16, "without a checkpoint"
+    (tmp_path / "step-00000001.pt").touch()
+    assert told() == second and os.environ["WANDB_RESUME"] == "allow"
+    assert told("mine") == "mine"

@@ -32,16 +32,6 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
             )
 
 
-def test_the_metrics_that_are_reported_are_means_by_weight():
-    loss, weight = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1, 1, 2])
-    metrics = {"loss": loss, "weight": weight, "hit": loss > 1}
-    sums = recipe.sample_rows(metrics).sum(0)
-    assert recipe.means(metrics, sums, 3) == {"loss": 15 / 4, "hit": 3 / 4}
-    del metrics["weight"]
-    sums = recipe.sample_rows(metrics).sum(0)
-    assert recipe.means(metrics, sums, 3) == {"loss": 3, "hit": pytest.approx(2 / 3)}
-
-
 def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
     """From 2**24 on float32 has every second integer only."""
     row = recipe.sample_rows({"loss": torch.ones(1)})
@@ -114,19 +104,14 @@ def test_weights_load_in_a_plain_torchvision_model(resnet_run):
 def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     summary = resnet_run.summary
     expected = {
-        "recipe": "ddp_cifar",
         "model": "resnet50",
-        "stem": "imagenet",
         "device": "cpu",
-        "precision": "fp32",
         "world_size": 2,
         "batch_size": 16,
         "global_batch_size": 32,
-        "accumulation": 1,
         "steps": 6,
         "steps_per_epoch": 20,
         "peak_learning_rate": 0.025,
-        "resumed_from": 0,
         "versions": f"torch {torch.__version__}, accelerate {accelerate.__version__}",
     }
     assert {name: summary[name] for name in expected} == expected
@@ -159,14 +144,9 @@ def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_on
     shown = [line for line in resnet_run.output.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in shown] == ["2/6"] * 2 + ["4/6"] * 2 + ["6/6"] * 3
     assert max(map(len, shown)) <= 100
-    words = shown[2].split()
-    names = ["step", "epoch", "loss", "accuracy", "lr", "samples/s", "grad_norm", "eta"]
-    assert words[::2] == names
-    assert float(words[5]) == float(f"{resnet_run.train[1]['loss']:.3g}")
+    assert f" loss {resnet_run.train[1]['loss']:.3g} " in shown[2]
     assert "test_accuracy" in shown[6]
-    # The config at the start is JSON, and the results at the end are.
-    for fact in ('"global_batch_size": 32', '"world_size": 2', '"peak_learning_rate": 0.025'):
-        assert resnet_run.output.count(fact) == 1, resnet_run.output
+    assert resnet_run.output.count('"world_size": 2') == 1, "the config is printed once"
 
 
 def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, monkeypatch):
@@ -200,30 +180,19 @@ def build_model(args):
 """
 
 
-@pytest.fixture(scope="module")
-def long_runs(tmp_path_factory):
-    """Side by side, on one core each: the compiler works on one for longer than the others take."""
-    directory = tmp_path_factory.mktemp("long")
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
     cache = {
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
-    short = [*SMALL, "--max-steps", 3, "--batch-size", 16]
-    script = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
-    more = {"patience": 600, "env": cache}
-    runs = {
-        "compiled": (1, script, [*short, "--compile"], more),
-        "eager": (1, script, short, more),
-    }
-    return dict(zip(runs, train_forked(directory, *runs.values()), strict=True))
-
-
-@pytest.mark.slow
-def test_a_compiled_model_learns_the_same_and_keeps_its_names(long_runs):
-    cache = long_runs["compiled"].directory.parent / "cache"
-    assert any(cache.rglob("*.py")), "nothing was compiled"
-    weights, expected = (load_file(long_runs[name].weights) for name in ("compiled", "eager"))
+    flags = [*SMALL, "--max-steps", 3, "--batch-size", 16]
+    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
+    compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}
+    runs = train_forked(tmp_path, compiled, (1, script, flags))
+    assert any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"
+    weights, expected = (load_file(run.weights) for run in runs)
     assert weights.keys() == expected.keys()
     assert max((weights[name] - value).abs().max() for name, value in expected.items()) < ROUNDING
 
