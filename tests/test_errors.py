@@ -82,7 +82,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("file", ["nowhere", "text", "pickle", "other.safetensors", "misfit.pt"])
-def test_weights_of_which_nothing_can_be_loaded_are_one_line_and_run_no_code(
+def test_weights_of_which_nothing_can_be_loaded_are_an_error_and_run_no_code(
     file, tmp_path, capsys
 ):
     (tmp_path / "text").write_text("weights")
@@ -90,9 +90,8 @@ def test_weights_of_which_nothing_can_be_loaded_are_one_line_and_run_no_code(
     other = {"body.weight": torch.zeros(3, 4)}
     save_file(other, tmp_path / "other.safetensors", metadata={"format": "pt"})
     torch.save({"0.weight": torch.zeros(7, 4)}, tmp_path / "misfit.pt")
-    with pytest.raises(Exit) as error:
+    with pytest.raises(Exception, match=f"{file} fits|{file}'|Weights only load failed"):
         recipe.load_weights(model(), str(tmp_path / file))
-    assert str(error.value).startswith(f"argument --weights: cannot load {tmp_path / file} (")
     assert "executed" not in capsys.readouterr().out
 
 

@@ -232,10 +232,11 @@ def load_data(args, accelerator):
 plain_step = train_step
 
 
-def train_step(*arguments):
+def train_step(accelerator, model, optimizer, scheduler, microbatches, *more):
+    microbatches = list(microbatches)
     while not os.path.exists("worker"):
         time.sleep(0.01)
-    return plain_step(*arguments)
+    return plain_step(accelerator, model, optimizer, scheduler, microbatches, *more)
 """
 
 

@@ -235,6 +235,7 @@ setattr(distributed, SCATTER, reduce_scatter)
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, args, number, measure_norm):
     rank, step, what = json.loads(os.environ["DISTURB"])
+    microbatches = list(microbatches)
     if (accelerator.process_index, number) == (rank, step):
         if what == "nan":
             microbatches[0][0].fill_(math.nan)
