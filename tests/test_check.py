@@ -213,17 +213,6 @@ def test_a_copy_that_fails_shows_why(what, checked):
     assert said in run["reason"] and f"{name}: {verdicts[-1]}: {run['reason']}" in output
 
 
-def test_difference_is_relative_and_nothing_is_equal_to_no_value():
-    assert check.difference(2.0, 2.002) == pytest.approx(1e-3, rel=1e-2)
-    assert check.difference(-1.0, 1.0) == 2 and check.difference(0.0, 0.0) == 0
-    assert check.difference(1e-300, 1e-300 + 2e-316) > 0, "to the last bit"
-    assert check.difference(None, None) == 0
-    assert check.difference(None, 0.0) == check.difference(0.0, None) == check.NO_BOUND
-    ones = torch.ones(4, dtype=torch.int64)
-    assert check.difference(ones, 2 * ones) == 0.5
-    assert check.difference(ones, torch.ones(3)) == check.NO_BOUND
-
-
 def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_only():
     """Also evaluations, which compute with them."""
     theirs = {(1, "train", "loss"): 1.0, (1, "evaluation", "test_loss"): 1.0}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torchvision
 from conftest import (
     IN_FLOAT64,
     LITTLE_DATA,
@@ -24,7 +23,6 @@ from conftest import (
 )
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 recipe = load("recipes/sharded_cifar.py", exits=True)
 FLAGS = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--log-every", 1]
@@ -171,15 +169,6 @@ def test_a_process_holds_its_share_and_about_two_unsharded_units_at_a_time(gradi
 @pytest.mark.slow
 def test_a_hang_is_named_before_the_groups_of_replicas_time_out(gradients):
     assert gradients["2 x 2"]["timeouts"] == [recipe.TIMEOUT.total_seconds()] * 2
-
-
-def test_units_are_the_elements_of_lists_and_nothing_inside_them():
-    resnet, vit = torchvision.models.resnet50(), torchvision.models.vit_b_16()
-    assert [len(recipe.shard_units(model)) for model in (resnet, vit)] == [3 + 4 + 6 + 3, 12 + 1]
-    assert {type(unit).__name__ for unit in recipe.shard_units(resnet)} == {"Bottleneck"}
-    inner = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()])
-    nested = nn.ModuleDict({"a": inner, "b": nn.Linear(1, 1)})
-    assert recipe.shard_units(nested) == [nested["a"][0][0]]
 
 
 def test_mistakes_are_one_line():
@@ -336,91 +325,6 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_pa
     assert_same_lines(tmp_path / "again", tmp_path / "small", abs=0, rel=0)
     losses = [outputs(tmp_path / name)["summary"]["loss"] for name in ("small", "eager")]
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
-
-
-@pytest.mark.slow
-def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(disturbed, tmp_path):
-    """On two replicas of two shards, stopped by a signal to one rank in mid-epoch."""
-    flags = ["--batch-size", 8, "--replicas", 2, "--max-steps", 12, "--checkpoint-every", 10]
-    disturbances = ("broken", [3, 4, "stop"]), ("broken", None), ("whole", None)
-    runs = [described(tmp_path, disturbed, x, 4, *flags, disturb=y) for x, y in disturbances]
-    answers = forked(runs, tmp_path)
-    assert [set(codes) for codes, _ in answers] == [{143}, {0}, {0}], answers
-    assert "resuming from broken/step-00000005" in answers[1][1]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert_same_lines(broken, whole, abs=0, rel=0)
-    assert_equal(load_file(broken / "model.safetensors"), load_file(whole / "model.safetensors"))
-    for step in (10, 12):
-        one, other = (checkpoint(run / f"step-{step:08}") for run in (broken, whole))
-        assert_equal(one, other)
-
-
-AVERAGE = """
-class Average:
-    def __init__(self, model):
-        self.model = model
-        self.values = {name: x.detach().clone() for name, x in model.named_parameters()}
-
-    def update(self):
-        for name, x in self.model.named_parameters():
-            self.values[name].lerp_(x.detach(), 0.2)
-
-    def state_dict(self):
-        return {"values": {name: x.clone() for name, x in self.values.items()}}
-
-    def load_state_dict(self, state):
-        self.values = state["values"]
-
-
-plain_step = train_step
-
-
-def train_step(accelerator, model, *arguments):
-    answer = plain_step(accelerator, model, *arguments)
-    Checkpoints.average.update()
-    return answer
-
-
-class ShardedCheckpoints(ShardedCheckpoints):
-    def __init__(self, accelerator, config, states):
-        Checkpoints.average = states["average"] = Average(states["model"])
-        super().__init__(accelerator, config, states)
-"""
-
-
-@pytest.mark.slow
-def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
-    """An average of the weights, on 1, 2 and 3 processes, which divide 64 rows unevenly."""
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=IN_FLOAT64 + AVERAGE)
-    flags = ["--global-batch-size", 48, "--batch-size", 48, "--checkpoint-every", 2, "--keep", 9]
-    flags += ["--max-steps", 4]
-    whole = described(tmp_path, script, "whole", 2, *flags)
-    again = [described(tmp_path, script, f"again{n}", n, *flags) for n in (1, 2, 3)]
-    succeed(tmp_path, [whole])
-    for run in again:
-        name = run["flags"][run["flags"].index("--output-dir") + 1]
-        (tmp_path / name).mkdir()
-        shutil.copytree(tmp_path / "whole/step-00000002", tmp_path / name / "step-00000002")
-    succeed(tmp_path, again)
-    expected = checkpoint(tmp_path / "whole/step-00000004")
-    assert_equal(checkpoint(tmp_path / "again2/step-00000004"), expected)
-    averages = [whole_shards(tmp_path / x / "step-00000004") for x in ("whole", "again1", "again3")]
-    before = whole_shards(tmp_path / "whole/step-00000002")
-    for name in averages[0]:
-        if name.startswith("states/average/"):
-            for other in averages[1:]:
-                torch.testing.assert_close(other[name], averages[0][name], rtol=0, atol=ROUNDING)
-    moved = [(before[x] - averages[0][x]).abs().max() for x in before if "/average/" in x]
-    assert len(moved) == 6 and max(moved) > 1e-4
-
-
-def whole_shards(folder):
-    """Return {name: whole tensor} of the shards of all ranks, as the library reads them."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    metadata = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.zeros(x.size, dtype=x.properties.dtype) for name, x in metadata.items()}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return tensors
 
 
 KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins
