@@ -119,9 +119,8 @@ def make_optimizer(model, args, total_steps):
     # Not fused: torch has no rule for it on shards (ResNet-50: 15 ms of host time, not 2).
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to zero one step after the last.
-    schedule = torch.optim.lr_scheduler.OneCycleLR
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, schedule(optimizer, peak, total_steps + 1, **shape)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps + 1, **shape)
 
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
@@ -232,7 +231,7 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 057fbf29519e: identical in all recipes
+# ===================================== shared infrastructure ccbeb8ab11fd: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -632,7 +631,10 @@ def load_weights(model, path):
         exit_with_error("build_model: the model is in eval mode: return model.train()")
     if path:
         own = model.state_dict()
-        weights = utils.load_state_dict(path)  # runs no code
+        try:
+            weights = utils.load_state_dict(path)  # runs no code
+        except Exception as error:  # another kind of file makes the readers raise many types
+            exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
         for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
             weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
         fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
@@ -1341,9 +1343,8 @@ class ImageTensors(Dataset):
         self.padding = pad = 0 if augmentation_seed is None else 4
         padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
         self.images = padded.to(device)
-        # Shared, for persistent workers: top, left and flip of each sample.
         self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
-        self.augmentation.share_memory_()
+        self.augmentation.share_memory_()  # of each sample: top, left, flip; for persistent workers
 
     def __len__(self):
         return len(self.labels)
@@ -1384,8 +1385,7 @@ def cifar10(directory, accelerator):
 
 
 def synthetic_images(samples, seed):
-    """Ten classes that a network can learn, each a smooth pattern under noise: (N, 32, 32, 3) uint8
-    and (N,) int64."""
+    """Ten classes, each a smooth pattern under noise: (N, 32, 32, 3) uint8 and (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
     patterns = 128 + 32 * patterns.contiguous()
