@@ -5,7 +5,7 @@ READY := .venv/ready
 OLDEST := .venv-oldest
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
-# What `make check` checks.
+# The copy that `make check` trains, and its flags.
 CHECKED := $(or $(COPY),recipes/ddp_cifar.py --data synthetic --model simple_cnn)
 # The tests of a file share runs. Many of them wait: three files at a time keep two cores busy.
 WORKERS := --numprocesses 3 --dist loadfile

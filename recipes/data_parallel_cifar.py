@@ -83,11 +83,11 @@ def compute_loss(model, batch):
 
 
 def make_optimizer(model, args, total_steps):
-    """Return the optimizer, and the schedule of its learning rate."""
+    """Return the optimizer, and the schedule of its learning rate. Replace this."""
     peak = args.lr * args.global_batch_size / 128
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
-    # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to zero one step after the last.
+    # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps + 1, **shape)
 

@@ -113,12 +113,12 @@ def compute_loss(model, batch):
 
 
 def make_optimizer(model, args, total_steps):
-    """Return the optimizer, and the schedule of its learning rate."""
+    """Return the optimizer, and the schedule of its learning rate. Replace this."""
     peak = args.lr * args.global_batch_size / 128
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     # Not fused: torch has no rule for it on shards (ResNet-50: 15 ms of host time, not 2).
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
-    # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to zero one step after the last.
+    # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps + 1, **shape)
 
@@ -231,7 +231,7 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure ccbeb8ab11fd: identical in all recipes
+# ===================================== shared infrastructure 5e5eb5f0a01e: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
@@ -680,7 +680,7 @@ class StopSignal:
             if LAUNCHED and os.getppid() != LAUNCHER:
                 number = signal.SIGTERM
         self.received = number
-        say(f"{signal.Signals(number).name}: stopping after this step (Ctrl-\\ aborts)")
+        say(f"{signal.Signals(number).name}: stopping after the next step (Ctrl-\\ aborts)")
 
     def vote(self):
         """Return the signal on which all ranks stop now, or 0: the result of the vote that was
@@ -731,7 +731,7 @@ class HangDetector:
         exit_now(1)
 
     def name_the_rank(self, frame):
-        """Print where this rank is and, on one rank, which ones stall."""
+        """Print where this rank is and, on one rank, which ones hang."""
         stack = traceback.extract_stack(frame)
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
@@ -907,7 +907,7 @@ def make_accelerator(args, precision, *handlers):
         distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
-    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` reads ahead
+    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` counts them
     accelerator = Accelerator(
         cpu=not gpus,  # or processes on a machine without GPUs would not see each other
         mixed_precision=mixed_precision,

@@ -1,6 +1,6 @@
 """A training computes on its device, shown without a GPU: torch's fake tensors claim to be on one,
 and raise an error when they are mixed with the CPU's. They have no values, and without a driver no
-backward pass. `evaluate` and the machinery are the same text in amp and sharded."""
+backward pass. `evaluate` and the shared infrastructure are the same text in amp and sharded."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -120,7 +120,7 @@ def test_a_run_saves_and_stops_when(interruptions, case):
     assert "each process" not in case or "resuming from" in log, "at the second time"
     assert CASES[case][1] == code, log
     if "SIGTERM" in case or "killed" in case:
-        assert "SIGTERM: stopping after this step (" in log
+        assert "SIGTERM: stopping after the next step (" in log
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 
@@ -147,7 +147,7 @@ def compute_loss(model, batch):
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):
     ((codes, output),) = forked([little(tmp_path, "stuck", CTRL_C)], tmp_path)
     assert codes == [-signal.SIGQUIT], output
-    assert output.count("SIGINT: stopping after this step (Ctrl-\\ aborts)\n") == 1
+    assert output.count("SIGINT: stopping after the next step (Ctrl-\\ aborts)\n") == 1
     assert "which is saved" not in output and not list(tmp_path.glob("stuck/run/*.pt"))
 
 

@@ -129,7 +129,7 @@ def preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, 
     assert (summary["world_size"], summary["global_batch_size"]) == (1, 64)
     assert job.log().startswith(f"job {job.id}: recipes/ddp_cifar.py ")
     other = (directory / f"slurm-{job.id}-node-1.out").read_text()
-    assert "stopping after this step" in other and "step 1/" not in other
+    assert "stopping after the next step" in other and "step 1/" not in other
 
     whole = {"processes": 2, "script": ROOT / "recipes/ddp_cifar.py", "directory": directory}
     ((codes, output),) = forked([{**whole, "flags": [*FLAGS, "--output-dir", "whole"]}], directory)
