@@ -5,7 +5,7 @@
     python benchmarks/check.py ../mine/train.py --text a.txt --cpu
 
 Other flags are the copy's. It trains 12 steps (--max-steps) with one size of microbatches: on one
-process, on two, on all GPUs, and on two that SIGKILL ends in mid-epoch before the same command
+process, on two, on all GPUs, and on two that SIGKILL ends in mid-epoch before a rerun
 resumes; a pipeline on two and four. All metrics of all steps and the final weights have to be the
 same, after the kill bit for bit (CPU). On another number of processes rounding differs, and
 training amplifies it. A yardstick measures how much: the first run, with initial weights changed by
