@@ -114,8 +114,8 @@ def in_terminal(command, awaited):
 
 
 def record_screen():
-    """Return the recipe's own lines, and the progress bar, of a run that Ctrl-C stops and the same
-    command continues."""
+    """Return the recipe's own lines, and the progress bar, of a run that Ctrl-C stops and a rerun
+    resumes."""
     shutil.rmtree(ROOT / "runs/screen", ignore_errors=True)
     os.chdir(ROOT)
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100"}
