@@ -124,7 +124,7 @@ def roc_auc_score(labels, scores):
 WEIGHTED = 'F.cross_entropy(logits, labels, class_weights.to(labels.device), reduction="none")'
 IMBALANCED = ORDER + IMBALANCED.replace("LOSS", said(WEIGHTED))
 SCHEDULE = "torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps + 1, **shape)"
-LATE = said("LambdaLR(optimizer, [f, g])").replace("LambdaLR", "torch.optim.lr_scheduler.LambdaLR")
+LATE = said("torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g])")
 LATE = LATE.replace("f,", "lambda step: 1.0,").replace("g]", "lambda step: float(step >= 6)]")
 GROUPS = '[{"params": model[1].parameters()}, {"params": model[6].parameters()}], lr=peak'
 ROWS = [
