@@ -47,7 +47,7 @@ bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 check: $(READY)  ## does a copy train the same in every way? COPY=../mine/train.py ARGS="--text a.txt": yours, its flags
-	$(BIN)/python benchmarks/check.py $(CHECKED) $(ARGS)
+	$(BIN)/python tools/check.py $(CHECKED) $(ARGS)
 
 results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
 	$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
@@ -63,7 +63,7 @@ quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 sync:  ## copy the shared block of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
-	$(PYTHON) tests/sync.py $${COPY:+"$$COPY"}
+	$(PYTHON) tools/sync.py $${COPY:+"$$COPY"}
 
 lint: $(READY)  ## check style and format
 	$(BIN)/ruff check .

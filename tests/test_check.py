@@ -290,7 +290,7 @@ def test_the_command_with_its_launcher(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/beside.py").write_text("")
     copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=project)
-    command = [sys.executable, ROOT / "benchmarks/check.py", "mine/train.py", *FLAGS, "--keep"]
+    command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--keep"]
     process = run([*command, "--processes", 1, "--kills", 2], cwd=tmp_path)
     lines = [line.split() for line in process.stdout.splitlines()]
     assert [*"1 process, killed 1 process 0, loss, step 1 bit for bit".split()] in lines

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from conftest import ROOT, load
-from sync import COPIES, REFERENCE, checksum, parts
+from recipe import COPIES, REFERENCE, checksum, parts
 
 RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
@@ -129,8 +129,8 @@ def project(tmp_path):
     COPY=; it returns the process and the texts of all files, {name: text}, before and after."""
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "project/tests").mkdir()
-    for name in ("Makefile", "tests/sync.py"):
+    (tmp_path / "project/tools").mkdir()
+    for name in ("Makefile", "tools/sync.py", "tools/recipe.py"):
         shutil.copy(ROOT / name, tmp_path / "project" / name)
     for path in COPIES:  # also where the recipes have drifted
         text = path.read_text().replace(shared_block(path), shared_block(REFERENCE))

@@ -8,7 +8,7 @@
 Each run is a recipe itself, whose methods of torch and Accelerate are timed or watched. Most
 pictures show the last step of a ResNet-50, and end with machine and date.
 
-    check.svg               one training in many ways, by benchmarks/check.py
+    check.svg               one training in many ways, by tools/check.py
     pipeline.svg, ddp.svg   when two processes compute and communicate
     sharded.svg             what a process holds in memory, beside ddp
     amp.svg                 which tensors have 16 bits, beside fp32
@@ -55,7 +55,7 @@ CHECK += "--batch-size 16 --max-steps 72"
 
 
 def run_check():
-    subprocess.run([sys.executable, "benchmarks/check.py", *CHECK.split()], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "tools/check.py", *CHECK.split()], cwd=ROOT, check=True)
     return ROOT / "runs/check/ddp_cifar.json"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a copy of a recipe trains the same in every way on this machine: `make check`.
 
-    python benchmarks/check.py recipes/ddp_cifar.py --data synthetic --model simple_cnn
-    python benchmarks/check.py ../mine/train.py --text a.txt --cpu
+    python tools/check.py recipes/ddp_cifar.py --data synthetic --model simple_cnn
+    python tools/check.py ../mine/train.py --text a.txt --cpu
 
 Other flags are the copy's. It trains 12 steps (--max-steps) with one size of microbatches: on one
 process, on two, on all GPUs, and on two that SIGKILL ends in mid-epoch before a rerun
@@ -27,12 +27,14 @@ from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
-import bench
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import bench
 
 CHANGE = 1e-5  # of the yardstick's initial weights; a difference that is always allowed
 ERROR = r"^(?:[\w.-]+: error: [^\n]*|Traceback .*?^\w[^\n]*)"  # a recipe's, or a traceback

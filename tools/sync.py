@@ -1,66 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared block is one text in all recipes: `make sync` copies it from ddp_cifar.py.
 
-    python tests/sync.py  # into the other recipes
-    python tests/sync.py ../mine/train.py  # into a copy of a recipe
+    python tools/sync.py  # into the other recipes
+    python tools/sync.py ../mine/train.py  # into a copy of a recipe
 
 It stands between two banners, "# === ... CHECKSUM" and "# === this recipe's own". Missing imports
 are added. Nothing is written if a block was edited by hand (it is not the one of its checksum), or
 if names would be undefined or defined twice.
 """
 
-import ast
-import builtins
 import difflib
-import hashlib
 import re
-import symtable
 import sys
 from pathlib import Path
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-REFERENCE = RECIPES / "ddp_cifar.py"
-COPIES = [RECIPES / f"{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
-BANNER = re.compile(r"^# =+ (?:machinery|shared infrastructure)\b.*\n", re.MULTILINE)
-
-
-def parts(path):
-    """Return a recipe in four parts: up to the banner, the banner, the shared block, the rest."""
-    text = path.read_text("utf-8")
-    ast.parse(text, path)  # an error names the file and the line
-    banner = BANNER.search(text)
-    block, end, rest = text[banner.end() :].partition("# =====") if banner else ("", "", "")
-    if not end:
-        kind = "a copy of ddp, amp, pipeline or sharded with both its lines '# ====='"
-        raise ValueError(f"{path} has no shared block to update: it is not {kind}")
-    return text[: banner.start()], banner[0], block, end + rest
-
-
-def checksum(text):
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def names(text):
-    """Return the names that a module binds, and those that it uses and does not bind."""
-    module = symtable.symtable(text, "", "exec")
-    scopes = [module]
-    for scope in scopes:  # it grows
-        scopes += scope.get_children()
-    found = [x for scope in scopes for x in scope.get_symbols() if scope is module or x.is_global()]
-    bound = {x.get_name() for x in found if x.is_assigned() or x.is_imported()}
-    used = {x.get_name() for x in found if x.is_referenced()}
-    return bound, used - bound - {*dir(builtins), "__file__"}
-
-
-def imports(text):
-    """Return {name: the line that imports it}, and the number of the last line of the imports."""
-    lines, last = {}, 0
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            last = node.end_lineno
-            for alias in node.names:
-                node.names = [alias]
-                lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(node)
-    return lines, last
+from recipe import COPIES, REFERENCE, checksum, imports, names, parts
 
 
 def check_unedited(path, banner, block, newest):
