@@ -5,8 +5,6 @@ READY := .venv/ready
 OLDEST := .venv-oldest
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
-# The copy that `make check` trains, and its flags.
-CHECKED := $(or $(COPY),recipes/ddp_cifar.py --data synthetic --model simple_cnn)
 # The tests of a file share runs. Many of them wait: three files at a time keep two cores busy.
 WORKERS := --numprocesses 3 --dist loadfile
 # The global batch of `make train`, or just below it, on any number of GPUs: the measured accuracies
@@ -46,8 +44,15 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" passes flags on
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
+new: $(READY)  ## write your copy of a recipe: COPY=../mine.py RECIPE=ddp WITH="photos ema"; alone: lists examples
+	@$(BIN)/python tools/new.py new $${COPY:+"$$COPY"} --recipe $(or $(RECIPE),ddp) --with $(WITH)
+
+add: $(READY)  ## put examples into a copy: COPY=../mine.py WITH=lora
+	@$(BIN)/python tools/new.py add $${COPY:+"$$COPY"} --with $(WITH)
+
 check: $(READY)  ## does a copy train the same in every way? COPY=../mine/train.py ARGS="--text a.txt": yours, its flags
-	$(BIN)/python tools/check.py $(CHECKED) $(ARGS)
+	if [ -z "$$COPY" ]; then set -- --data synthetic --model simple_cnn; fi; \
+	$(BIN)/python tools/check.py "$${COPY:-recipes/ddp_cifar.py}" "$$@" $(ARGS)
 
 results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
 	$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
@@ -81,4 +86,4 @@ $(READY) $(OLDEST)/ready: pyproject.toml constraints.txt constraints-oldest.txt
 	$(@D)/bin/pip install --quiet --constraint $(PINS) --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench check results test test-oldest quick sync lint clean
+.PHONY: help demo train bench new add check results test test-oldest quick sync lint clean

@@ -53,3 +53,9 @@ def imports(text):
                 node.names = [alias]
                 lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(node)
     return lines, last
+
+
+def write(path, text):
+    """Write a copy with the line ends that it has."""
+    ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+    path.write_text(text, "utf-8", newline=ending)

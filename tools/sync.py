@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from recipe import COPIES, REFERENCE, checksum, imports, names, parts
+from recipe import COPIES, REFERENCE, checksum, imports, names, parts, write
 
 
 def check_unedited(path, banner, block, newest):
@@ -59,8 +59,7 @@ def main(paths):
     results = {path: updated(path, banner, newest) for path in paths}
     for path, (text, added) in results.items():
         what = "up to date" if text == path.read_text("utf-8") else "updated"
-        ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
-        path.write_text(text, "utf-8", newline=ending)
+        write(path, text)
         print("; ".join([f"{path.name}: {what}", *added]))
 
 
