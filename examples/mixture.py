@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Llama on several texts, mixed by weights.
 
-    python -c "from pydoc_data.topics import topics; print(*topics.values())" > prose.txt
-    cat $(python -c "import os; print(os.__file__[:-5])")*.py > code.txt
-    torchrun --nproc_per_node 2 mine.py --source prose.txt 3 --source code.txt 1 \
-        --batch-size 16 --lr 3e-3 --epochs 1 --max-steps 100
+    python -c "from pydoc_data.topics import topics; print(*topics.values())" > a.txt
+    cat $(python -c "import os; print(os.__file__[:-5])")[a-f]*.py > b.txt
+    torchrun --nproc_per_node 2 mine.py --mix a.txt:3 b.txt:1 --batch-size 16 --lr 3e-3 --epochs 1
 
-Needs `pip install transformers`. An epoch has as many sequences as all texts together. Here three of
-four are of prose.txt, in any part of an epoch: a short text comes several times, and of a long one
-each epoch takes another part. Each text's last tenth is test data, which is not weighted.
+Needs `pip install transformers`. Here three of four sequences are of a.txt, in any part of an epoch:
+which has as many as all texts together: a short text comes several times, and of a long one each
+epoch takes another part. The last tenth of each text is test data, which is not weighted.
 
 Recipes: ddp, amp, sharded.
 """
@@ -38,19 +37,18 @@ class Sequences(Dataset):
 
 def add_flags(parser):
     add = parser.add_argument
-    source = {"nargs": 2, "metavar": ("PATH", "WEIGHT"), "required": True}
-    add("--source", action="append", help="a text, and its weight; for each text", **source)
+    add("--mix", nargs="+", required=True, metavar="PATH:WEIGHT", help="texts, and their weights")
     add("--length", type=int, default=256, help="tokens of a sequence (256)")
 
 
 def load_data(args, accelerator):
-    train_sets, test_sets = [], []
-    for path, _ in args.source:
+    train_sets, test_sets, weights = [], [], []
+    for path, _, weight in (source.rpartition(":") for source in args.mix):
+        weights.append(float(weight))
         tokens = numpy.memmap(path, numpy.uint8, "r")  # its bytes; they stay on the disk
         first = len(tokens) * 9 // 10
         train_sets.append(Sequences(tokens[:first], args.length))
         test_sets.append(Sequences(tokens[first:], args.length))
-    weights = [float(weight) for _, weight in args.source]
     sizes = [len(source) for source in train_sets]
     order = mixture, sizes, weights, sum(sizes)
     train_set = Ordered(ConcatDataset(train_sets), args.seed, *order)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Train a small network on the columns of a Parquet file: a regression.
 
-    python -c "import numpy, pyarrow, pyarrow.parquet; x = 6 * numpy.random.rand(3, 20000); \
-        y = x[0] * numpy.sin(x[1]) + x[2] + 0.1 * numpy.random.randn(20000); \
-        pyarrow.parquet.write_table(pyarrow.table([*x, y], names=[*'abcy']), 'table.parquet')"
+    python -c "import numpy, pyarrow.parquet; a, b, c = 6 * numpy.random.rand(
+        3, 20000); pyarrow.parquet.write_table(pyarrow.table({'a': a, 'b': b, 'c': c,
+        'y': a * numpy.sin(b) + c / 3}), 'table.parquet')"
     torchrun --nproc_per_node 2 mine.py --table table.parquet --target y --epochs 5
 
-Needs `pip install pyarrow`. A random tenth of the rows is the test set. All columns are numbers, and
-are normalised by mean and standard deviation of the rows for training, which are in columns.json in
-the output directory: a prediction is in standard deviations of the target, from its mean. So a loss
-of 0.1 means that 90% of the target's variance is explained.
+Needs `pip install pyarrow`. All columns are numbers, and a random tenth of the rows is the test set.
+The other rows' mean and standard deviation normalise the columns. They are in columns.json in the
+output directory: a prediction is in standard deviations of the target, from its mean. So a loss of
+0.1 means that 90% of the target's variance is explained.
 
 Recipes: ddp, amp, pipeline, sharded.
 """

@@ -10,10 +10,10 @@
     for i in 8 9; do tar cf shards/test/$i.tar files/*$i.*; done
     torchrun --nproc_per_node 2 mine.py --shards shards --batch-size 16 --epochs 4
 
-The first commands draw stripes of two kinds. A sample is its files, neighbours in a shard with the
-same name up to its first dot: here the image, 003.png, and its class as a number, 003.cls. For
-others edit `decode`. The index of a folder is built once, and again if its shards change. On a local
-disk `shuffle=True` is as fast as `by_shard`, which is for hard disks and shared file systems.
+The first commands draw stripes of two kinds. The files of a sample are neighbours in a shard, with
+the same name up to its first dot: here an image, 003.png, and the number of its class, 003.cls. For
+others edit `decode`. The index of a folder is built once, and again if its shards change. `by_shard`
+is for hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
 
 Recipes: ddp, amp, pipeline, sharded.
 """
