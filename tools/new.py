@@ -192,7 +192,11 @@ def with_docstring(text, file_name, origin, examples):
     doc = re.sub(
         r"accelerate launch --config_file \S+/(\d)gpu.yaml", r"torchrun --nproc_per_node \1", doc
     )
-    doc = re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", file_name, doc).replace("\\", "\\\\")
+    doc = re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", file_name, doc)
+    doc = re.sub(
+        r"^(?=.{101})(    .{60,90}) (--.*)$", r"\1 \\\n        \2", doc, flags=re.MULTILINE
+    )
+    doc = doc.replace("\\", "\\\\")
     lines = text.splitlines()
     node = ast.parse(text).body[0]
     lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""'.splitlines()
@@ -257,7 +261,7 @@ def main():
     parser.add_argument("--with", nargs="*", default=[], dest="examples", help="in this order")
     args = parser.parse_args()
     if not args.copy:
-        raise ValueError(f"no COPY=\n{titles()}")
+        return [titles()]
     target = Path(args.copy).expanduser()
     if args.action == "add":
         recipe = recipe_of(target)
@@ -270,12 +274,13 @@ def main():
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "x", encoding="utf-8") as file:
             file.write(text)
-    print(f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n")
-    print(*next_commands(target, recipe, args.examples), sep="\n")
+    made = f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n"
+    return [made, *next_commands(target, recipe, args.examples)]
 
 
 if __name__ == "__main__":
     try:
-        main()
+        lines = main()
     except (OSError, SyntaxError, ValueError) as error:
         sys.exit(f"nothing was written: {error}")
+    print(*lines, sep="\n")
