@@ -5,9 +5,9 @@
     cat $(python -c "import os; print(os.__file__[:-5])")[a-f]*.py > b.txt
     torchrun --nproc_per_node 2 mine.py --mix a.txt:3 b.txt:1 --batch-size 16 --lr 3e-3 --epochs 1
 
-Needs `pip install transformers`. Here three of four sequences are of a.txt, in any part of an epoch:
-which has as many as all texts together: a short text comes several times, and of a long one each
-epoch takes another part. The last tenth of each text is test data, which is not weighted.
+Needs `pip install transformers`. Here three of four sequences are of a.txt, in any part of an
+epoch, which has as many as all texts together: a short text comes several times, and of a long one
+each epoch takes another part. The last tenth of each text is test data, which is not weighted.
 
 Recipes: ddp, amp, sharded.
 """

@@ -8,77 +8,27 @@
         for i in range(400) for label in [i // 10 % 2] for size in [[(64, 1), (1, 64)][label]]]"
     for i in 0 1 2 3 4 5 6 7; do tar cf shards/train/$i.tar files/*$i.*; done
     for i in 8 9; do tar cf shards/test/$i.tar files/*$i.*; done
-    torchrun --nproc_per_node 2 mine.py --shards shards --batch-size 16 --epochs 4
+    torchrun --nproc_per_node 2 mine.py --shards shards --batch-size 16 --lr 0.05 --epochs 4
 
 The first commands draw stripes of two kinds. The files of a sample are neighbours in a shard, with
 the same name up to its first dot: here an image, 003.png, and the number of its class, 003.cls. For
-others edit `decode`. The index of a folder is built once, and again if its shards change. `by_shard`
-is for hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
+other files edit `decode`. The index of a folder is built once, and again if its shards change.
+`by_shard` is for hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
 
 Recipes: ddp, amp, pipeline, sharded.
 """
 
-import io
 import os
-import tarfile
-from functools import lru_cache, partial
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 
 import torch
 import torchvision
 from ddp_cifar import exit_with_error
 from order import Ordered, by_shard
-from torch.utils.data import DataLoader, Dataset
+from tar_samples import TarSamples, tar_index
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
-
-
-def tar_index(paths):
-    """Return (N, 3) int64: shard, offset and size of each sample. The files of a sample are
-    neighbours, with the same name up to its first dot, as webdataset writes them."""
-    shards = []
-    for shard, path in enumerate(paths):
-        samples = []
-        with tarfile.open(path) as tar:
-            files = filter(tarfile.TarInfo.isfile, tar)
-            for _, sample in groupby(files, key=lambda file: name_and_type(file)[0]):
-                first, *_, last = 2 * list(sample)
-                blocks = -(-last.size // tarfile.BLOCKSIZE)
-                end = last.offset_data + blocks * tarfile.BLOCKSIZE
-                samples.append((shard, first.offset, end - first.offset))
-        shards.append(torch.tensor(samples))
-    return torch.cat(shards)
-
-
-def name_and_type(file):
-    """Return "shard/0001", "jpg" for shard/0001.jpg."""
-    folder, slash, name = file.name.rpartition("/")
-    name, _, ending = name.partition(".")
-    return folder + slash + name, ending
-
-
-@lru_cache(100)  # that many stay open
-def opened(path):
-    return open(path, "rb", buffering=0)
-
-
-class TarSamples(Dataset):
-    """`decode` of the samples of tar files, {"jpg": bytes, "cls": bytes}, in one read each."""
-
-    def __init__(self, paths, index, decode):
-        self.paths = paths
-        self.index = index
-        self.decode = decode
-
-    def __len__(self):
-        return len(self.index)
-
-    def __getitem__(self, index):
-        shard, offset, size = self.index[index].tolist()
-        content = os.pread(opened(self.paths[shard]).fileno(), size, offset)
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            files = filter(tarfile.TarInfo.isfile, tar)
-            return self.decode({name_and_type(x)[1]: tar.extractfile(x).read() for x in files})
 
 
 def open_shards(folder, accelerator, decode):
