@@ -5,6 +5,8 @@ READY := .venv/ready
 OLDEST := .venv-oldest
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
+# Of the extra `results`, which only pictures need.
+MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
 # The copy that `make check` trains, and its flags.
 CHECKED := $(or $(COPY),recipes/ddp_cifar.py --data synthetic --model simple_cnn)
 # The tests of a file share runs. Many of them wait: three files at a time keep two cores busy.
@@ -49,8 +51,12 @@ bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS
 check: $(READY)  ## does a copy train the same in every way? COPY=../mine/train.py ARGS="--text a.txt": yours, its flags
 	$(BIN)/python tools/check.py $(CHECKED) $(ARGS)
 
+plot: $(READY)  ## draw trainings into runs/plot.svg: RUNS="runs/a runs/b"; ARGS="--output mine.png": into another file
+	$(MATPLOTLIB)
+	$(BIN)/python benchmarks/plot.py $(RUNS) $(ARGS)
+
 results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
-	$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
+	$(MATPLOTLIB)
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
@@ -81,4 +87,4 @@ $(READY) $(OLDEST)/ready: pyproject.toml constraints.txt constraints-oldest.txt
 	$(@D)/bin/pip install --quiet --constraint $(PINS) --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench check results test test-oldest quick sync lint clean
+.PHONY: help demo train bench check plot results test test-oldest quick sync lint clean
