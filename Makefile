@@ -5,6 +5,8 @@ READY := .venv/ready
 OLDEST := .venv-oldest
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
+# Of the extra `results`, which only pictures need.
+MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
 # The tests of a file share runs. Many of them wait: three files at a time keep two cores busy.
 WORKERS := --numprocesses 3 --dist loadfile
 # The global batch of `make train`, or just below it, on any number of GPUs: the measured accuracies
@@ -54,8 +56,12 @@ check: $(READY)  ## does a copy train the same in every way? COPY=../mine/train.
 	if [ -z "$$COPY" ]; then set -- --data synthetic --model simple_cnn; fi; \
 	$(BIN)/python tools/check.py "$${COPY:-recipes/ddp_cifar.py}" "$$@" $(ARGS)
 
+plot: $(READY)  ## draw trainings into runs/plot.svg: RUNS="runs/a runs/b"; ARGS="--output mine.png": into another file
+	$(MATPLOTLIB)
+	$(BIN)/python benchmarks/plot.py $(RUNS) $(ARGS)
+
 results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
-	$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
+	$(MATPLOTLIB)
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
 test: $(READY)  ## run the tests; ARGS="-k configs" selects some
@@ -86,4 +92,4 @@ $(READY) $(OLDEST)/ready: pyproject.toml constraints.txt constraints-oldest.txt
 	$(@D)/bin/pip install --quiet --constraint $(PINS) --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench new add check results test test-oldest quick sync lint clean
+.PHONY: help demo train bench new add check plot results test test-oldest quick sync lint clean

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw trainings from their metrics.jsonl, also while they run: `make plot RUNS="runs/a runs/b"`.
+
+    python benchmarks/plot.py runs/a runs/b --output runs/plot.svg
+
+A metric has a panel, a run a colour. null in a line is a gap.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+STYLE = Path(__file__).parents[1] / "docs/pictures/svg.mplstyle"
+
+
+def read(directory):
+    """Return {(event, metric): {step: value}} of a run."""
+    path = Path(directory, "metrics.jsonl")
+    if not path.is_file():
+        sys.exit(f"plot: no metrics.jsonl in {directory}: name the --output-dir of a training")
+    curves = {}
+    for line in path.read_text().split("\n")[:-1]:  # the last one is empty, or not yet complete
+        values = json.loads(line)
+        for name in values.keys() - {"event", "epoch", "step", "time"}:
+            value = math.nan if values[name] is None else values[name]  # a gap
+            curves.setdefault((values["event"], name), {})[values["step"]] = value
+    return curves
+
+
+def draw(runs):
+    """Return the figure of {directory: curves}: a panel for each metric, a colour for each run."""
+    from matplotlib import pyplot
+
+    pyplot.style.use(["petroff10", STYLE])  # colours that the colour-blind can tell apart
+    found = {key for curves in runs.values() for key in curves}
+    panels = [("train", "loss"), *sorted(key for key in found if key[0] == "evaluation")]
+    panels += [("train", "learning_rate"), ("train", "samples_per_second")]
+    panels = [key for key in panels if key in found]
+    if not panels:
+        sys.exit(f"plot: no metrics yet in {', '.join(runs)}: wait for the first line")
+    rows = math.ceil(len(panels) / 2)
+    figure, grid = pyplot.subplots(
+        rows, 2, figsize=(9, 2.6 * rows), sharex=True, squeeze=False, layout="constrained"
+    )
+    handles = {}
+    for axes, key in zip(grid.flat, panels, strict=False):
+        for index, (directory, curves) in enumerate(runs.items()):
+            steps, values = list(curves.get(key, {})), list(curves.get(key, {}).values())
+            marker = "o" if key[0] == "evaluation" else None  # a single one is a point
+            line = {"color": f"C{index}", "linewidth": 1.3, "marker": marker, "markersize": 3}
+            [handles[directory]] = axes.plot(steps, values, **line)
+        axes.set(xlabel="step", ylabel=key[1].replace("_", " "))
+        axes.tick_params(labelbottom=True)
+        axes.grid(alpha=0.3)
+        if key[1] == "samples_per_second":
+            axes.set_ylim(bottom=0)  # or noise would look large
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    figure.legend(handles.values(), handles, loc="outside upper left", frameon=False, ncols=3)
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a training's --output-dir")
+    parser.add_argument("--output", default="runs/plot.svg", help="the picture: .svg, .png or .pdf")
+    args = parser.parse_args()
+    figure = draw({directory: read(directory) for directory in args.runs})
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.output)
+    print(f"plot: wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

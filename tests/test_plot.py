@@ -1,0 +1,26 @@
+"""plot.py: a panel for each metric of any run, from complete lines."""
+
+import math
+
+import plot
+import pytest
+
+
+def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[results]'")
+    line = '{{"event": "{}", "epoch": 1, "step": {}, "time": 1, "{}": {}}}\n'.format
+    lines = [line("train", 1, "loss", 2.5), line("train", 2, "loss", "null")]
+    runs = {"a": [*lines, line("evaluation", 2, "test_accuracy", 0.5)]}
+    runs["b"] = [line("train", 7, "loss", 1), line("evaluation", 9, "test_perplexity", 3), '{"ev']
+    for name, texts in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(texts))
+    monkeypatch.chdir(tmp_path)
+    figure = plot.draw({name: plot.read(name) for name in runs})
+    drawn = {x.get_ylabel(): [list(map(list, y.get_data())) for y in x.lines] for x in figure.axes}
+    assert drawn.keys() == {"loss", "test accuracy", "test perplexity"}
+    assert drawn["test perplexity"] == [[[], []], [[9], [3]]]
+    assert drawn["loss"][0][0] == [1, 2] and math.isnan(drawn["loss"][0][1][1])
+    assert drawn["loss"][1] == [[7], [1]]
+    with pytest.raises(SystemExit, match=r"no metrics\.jsonl in c: name the --output-dir"):
+        plot.read("c")
