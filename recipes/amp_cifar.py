@@ -231,11 +231,14 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 5e5eb5f0a01e: identical in all recipes
+# ===================================== shared infrastructure ca6f57bac1e1: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death the parent is another process
-NAME = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # a file's name while it is written
 TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a hang
@@ -376,14 +379,14 @@ class Metrics:
             self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
 
     def finish(self):
-        """Print the results and write summary.json."""
+        """Print the results and, unless this run only evaluated another, write summary.json."""
         self.progress.stop()
         results = {"resumed_from": self.steps.resumed_from, **self.newest}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
         summary = Path(self.config["output_dir"], "summary.json")
-        if self.step == self.steps.resumed_from > 0 and summary.exists():  # it was finished before
-            results = json.loads(summary.read_text()) | self.newest
+        if self.step == self.steps.resumed_from > 0 and summary.exists():
+            return  # this run took no step: the summary is that of the run that took the last one
         text = json.dumps({**self.config, **results}, indent=2) + "\n"
         replace_file(self.accelerator, summary, lambda path: path.write_text(text))
 
@@ -490,6 +493,8 @@ def reproducible(loaders, args):
     """Return the loaders, for training and test, with datasets that repeat an epoch's random
     numbers. Exit with an error if one cannot be resumed exactly, or has another batch size."""
     samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+    if len(loaders) != 2:
+        exit_with_error(f"load_data: return two DataLoaders, not {len(loaders)}")
     for drop_last, loader in zip((True, False), loaders, strict=True):
         batches = loader.batch_sampler
         known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
@@ -553,7 +558,14 @@ class Checkpoints:
     def find(self):
         """Return the newest intact checkpoint, the same one on all ranks, or None. Exit with an
         error if none is intact, if ranks read different ones, or if a flag differs from its run."""
+        store = self.accelerator.store
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
+        files = [lock.read_text() for lock in self.directory.glob("run.lock")]
+        files += [path.name for path in paths]
+        seen = {"samples for training and test": self.config["samples"]}
+        seen["files in --output-dir"] = files
+        remedy = "all machines have to share the data and the directory"
+        exit_if_ranks_differ(store, "files", seen, remedy)
         for path in paths:
             damage = None
             try:
@@ -562,7 +574,8 @@ class Checkpoints:
                 exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
             except Exception as error:
                 damage = f"{error!r:.200}"
-            exit_if_ranks_differ({f"error in {path.name}": damage}, "rerun the command")
+            error = {f"error in {path.name}": damage}
+            exit_if_ranks_differ(store, path.name, error, "rerun the command")
             if not damage:
                 break
             self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
@@ -641,7 +654,7 @@ def load_weights(model, path):
         if not fitting:
             exit_with_error(f"argument --weights: no tensor of {path} fits this model")
         missing = ", ".join(model.load_state_dict(fitting, strict=False).missing_keys)
-        if os.environ.get("RANK", "0") == "0":
+        if RANK == 0:
             say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
     return model
 
@@ -770,13 +783,28 @@ def exit_if_stopped(accelerator, stopping, step):
         exit_now(128 + stopping)
 
 
-def exit_if_ranks_differ(values, remedy, of_ranks=None):
-    """Exit with an error unless all ranks, which all call this, have the same {name: value}."""
-    of_ranks = of_ranks or utils.gather_object([values])
-    for name, own in values.items():
-        others = {rank: x.get(name) for rank, x in enumerate(of_ranks) if x.get(name) != own}
-        if others:
-            exit_with_error(f"{name}: {own} on {NAME}, but by rank {others}: {remedy}")
+def exit_if_ranks_differ(store, topic, values, remedy):
+    """Exit with an error unless all ranks, which all call this, have the same {name: value}. Rank 0
+    compares. This needs no process group, which ranks that differ may not be able to make."""
+    store.set(f"{topic} of {RANK}", json.dumps([NAME, values], default=str))
+    if RANK == 0:
+        of_ranks = [json.loads(store.get(f"{topic} of {x}")) for x in range(WORLD_SIZE)]
+        store.set(topic, first_difference(of_ranks))
+    difference = store.get(topic).decode()
+    if difference:
+        exit_with_error(f"{difference}: {remedy}")
+
+
+def first_difference(of_ranks):
+    """Return what differs between the first and another of [name of the rank, {name: value}]."""
+    (first_rank, first), *others = of_ranks
+    for name, value in first.items():
+        differing = [[rank, x.get(name)] for rank, x in others if x.get(name) != value]
+        if differing:
+            rank, other = differing[0]
+            how_many = f"{len(differing)} of {len(of_ranks)} ranks differ"
+            return f"{name}: {value} on {first_rank}, but {other} on {rank} ({how_many})"
+    return ""
 
 
 def exit_with_exception(error):
@@ -795,10 +823,10 @@ def exit_with_exception(error):
 def exit_with_error(message, status=2, details=""):
     """Print an error in one line, and exit. Any rank may call this. The first one of each machine
     prints at once; the others seconds later, if the launcher has not ended them."""
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+    if LOCAL_RANK != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends it
-        time.sleep(4 + int(os.environ["LOCAL_RANK"]))
-        message = f"rank {os.environ['RANK']}: {message}"
+        time.sleep(4 + LOCAL_RANK)
+        message = f"rank {RANK}: {message}"
     sys.stderr.write(details)
     say(f"error: {message}")
     exit_now(status)
@@ -860,7 +888,7 @@ def lock_output_directory(directory):
     that resumes keeps the id in it, that of Weights & Biases."""
     try:
         os.makedirs(directory, exist_ok=True)
-        if os.environ.get("RANK", "0") == "0":
+        if RANK == 0:
             lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
             os.lockf(lock, os.F_TLOCK, 0)
             resumes = any(Path(directory).glob("step-*"))
@@ -869,12 +897,8 @@ def lock_output_directory(directory):
             os.fsync(lock)  # NFS: now other machines see it
             os.environ.setdefault("WANDB_RUN_ID", run_id)
             os.environ.setdefault("WANDB_RESUME", "allow")
-            script = Path(directory, Path(__file__).name)
-            if script.exists() and script.read_text() != Path(__file__).read_text():
-                say(f"{script} is of an earlier run, and differs: it is now {script.name}.old")
-                os.replace(script, f"{script}.old")
-            if not script.exists():
-                shutil.copy(__file__, script)
+            with suppress(shutil.SameFileError):
+                shutil.copyfile(__file__, Path(directory, Path(__file__).name))
     except BlockingIOError:
         exit_with_error(f"--output-dir {directory} is in use by another run")
 
@@ -892,19 +916,8 @@ def make_accelerator(args, precision, *handlers):
     gpus, threads = choose_device(args)
     args.log_every = args.log_every or (50 if gpus else 10)
     store = distributed.HashStore()
-    if utils.get_int_from_env(["WORLD_SIZE"], 1) > 1:
-        store, rank, world_size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
-        # The launcher's own store keeps the addresses of processes that died before a restart.
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        # Ranks with other flags could wait for each other until a timeout: compare them first.
-        own = {f"--{k.replace('_', '-')}": x for k, x in vars(args).items() if k not in PER_MACHINE}
-        own |= {"versions": VERSIONS, "GPUs": bool(gpus)}
-        store.set(f"flags {rank}", json.dumps(own, default=str))
-        of_ranks = [json.loads(store.get(f"flags {other}")) for other in range(world_size)]
-        exit_if_ranks_differ(of_ranks[rank], "start the same command on all machines", of_ranks)
-        backend = "nccl" if gpus else "gloo"
-        distributed.init_process_group(backend, None, TIMEOUT, world_size, rank, store)
+    if WORLD_SIZE > 1:
+        store = join_process_group(args, gpus)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
     plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` counts them
@@ -917,13 +930,27 @@ def make_accelerator(args, precision, *handlers):
         gradient_accumulation_plugin=plugin,
         kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
-    if utils.get_int_from_env(["WORLD_SIZE"], 1) != accelerator.num_processes:
+    if WORLD_SIZE != accelerator.num_processes:
         exit_with_error("processes do not see each other: start them with accelerate launch")
     torch.set_num_threads(threads)  # here: Accelerate sets another number
     accelerator.store = store
     in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
     accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
     return accelerator
+
+
+def join_process_group(args, gpus):
+    """Make the process group of all ranks, if they were started alike. Return its store."""
+    store, _, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+    # The launcher's own store keeps the addresses of processes that died before a restart.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
+    started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
+    exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
+    backend = "nccl" if gpus else "gloo"
+    distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
+    return store
 
 
 def choose_device(args):
@@ -937,10 +964,10 @@ def choose_device(args):
         exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
     if 0 < gpus < processes:
         exit_with_error(f"{processes} processes, {gpus} GPU(s): start one per GPU, or add --cpu")
-    if gpus > processes and os.environ.get("LOCAL_RANK", "0") == "0":
+    if gpus > processes and LOCAL_RANK == 0:
         say(f"{gpus - processes} of {gpus} GPUs are not used: start one process per GPU")
     if gpus:
-        torch.cuda.set_device(utils.get_int_from_env(["LOCAL_RANK"], 0))
+        torch.cuda.set_device(LOCAL_RANK)
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     threads = args.threads or utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
@@ -949,13 +976,7 @@ def choose_device(args):
 
 
 def describe(args, accelerator, steps, loaders, optimizer, **more):
-    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran.
-    Exit with an error if ranks have other data, or another output directory."""
-    samples = [len(loader.dataset) for loader in loaders]
-    files = [lock.read_text() for lock in Path(args.output_dir).glob("run.lock")]
-    files += sorted(path.name for path in Path(args.output_dir).glob("step-*"))
-    common = {"samples for training and test": samples, "files in --output-dir": files}
-    exit_if_ranks_differ(common, "all machines have to share the data and the directory")
+    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
     git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
     rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
     config = {
@@ -965,7 +986,7 @@ def describe(args, accelerator, steps, loaders, optimizer, **more):
         "peak_learning_rate": rates if len(rates) > 1 else rates[0],
         "steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
-        "samples": samples,
+        "samples": [len(loader.dataset) for loader in loaders],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": accelerator.num_processes,
         "versions": VERSIONS,

@@ -129,9 +129,10 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_pat
     assert (directory / "model.safetensors").read_bytes() == weights
 
     intact = newest.read_bytes()
-    kept = json.loads(summary.read_text())
+    kept = {**json.loads(summary.read_text()), "test_loss": 0}
+    summary.write_text(json.dumps(kept))
     ((codes, output),) = forked([again], tmp_path)
-    assert codes == [0] and json.loads(summary.read_text()) == kept, "loss, speed and time, too"
+    assert codes == [0] and json.loads(summary.read_text()) == kept, "as the training left it"
     summary.unlink()
     ((codes, output),) = forked([again], tmp_path)
     assert codes == [0] and begin_of(output) == 20, output
@@ -212,11 +213,12 @@ def test_all_ranks_read_the_checkpoint_or_none_resumes(recipe, tmp_path):
         line, *later = re.findall("^mine: error: (.*)$", output, re.MULTILINE)
         assert later == [] or (len(later) == 1 and later[0].startswith("rank 1: ")), output
         assert "step-00000002" in line and "Stale file handle" in line, line
-        assert f"rank {rank} on" in line or f"rank {{{rank}: " in line or f"on {rank}" in line
+        assert f"rank {rank} on" in line, line
     said = the_error(refused)
     seen = r"--output-dir: \['[0-9a-f]{16}', 'step-00000002(\.pt)?'\] on rank 0"
     assert re.search(seen, said), said
-    assert "by rank {1: []}: all machines have to share the data and the directory" in said, said
+    assert "but [] on rank 1 on" in said, said
+    assert said.endswith("differ): all machines have to share the data and the directory"), said
 
 
 def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):

@@ -80,6 +80,7 @@ LOADERS = {
     "divided": (data.DataLoader(SAMPLES, 8, sampler=OF_TWO_PROCESSES, drop_last=True), TEST),
     "own batches": (data.DataLoader(SAMPLES, batch_sampler=[[0, 1], [2, 3]]), TEST),
     "an own batch sampler": (data.DataLoader(SAMPLES, batch_sampler=OWN_BATCHES), TEST),
+    "three": (TRAIN, TEST, TEST),
     "a stream": (data.DataLoader(Stream(), 8, drop_last=True), TEST),
 }
 

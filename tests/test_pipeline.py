@@ -91,7 +91,7 @@ def cut(*blocks, split="1"):
 def count_pipelines(world_size=1, **more):
     flags = {"batch_size": 64, "chunks": 8, "schedule": "gpipe"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", str(world_size))
+        patch.setattr(recipe, "WORLD_SIZE", world_size)
         recipe.count_pipelines(SimpleNamespace(**flags | more))
 
 
