@@ -14,10 +14,11 @@ Recipes: ddp, amp, sharded.
 from pathlib import Path
 
 import torch
-from language_model import add_flags, build_model, compute_loss, make_optimizer  # noqa: F401
-from order import Ordered, by_length
 from torch import nn
 from torch.utils.data import DataLoader
+
+from language_model import add_flags, build_model, compute_loss, make_optimizer
+from order import Ordered, by_length
 
 
 def load_data(args, accelerator):

@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy
 import pyarrow.parquet
 import torch
-from ddp_cifar import exit_with_error, replace_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from ddp_cifar import exit_with_error, replace_file
 
 
 class Rows(Dataset):
