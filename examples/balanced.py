@@ -17,10 +17,11 @@ Recipes: ddp, amp, sharded.
 """
 
 import torch
-from order import Ordered, balanced
-from photos import build_model, photo_folders  # noqa: F401
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+from order import Ordered, balanced
+from photos import build_model, photo_folders
 
 
 class Weighted(Dataset):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Llama on the lines of a text file, in batches of lines of similar lengths.
 
-    cat $(python -c "import os; print(os.__file__[:-5])")[a-f]*.py | grep . > text.txt
+    cat $(python -c "import os; print(os.__file__[:-5])")[a-d]*.py | grep . > text.txt
     torchrun --nproc_per_node 2 mine.py --text text.txt --batch-size 64 --lr 3e-3 --epochs 1
 
 Needs `pip install transformers`. The bytes of a line are its tokens, at most --length + 1 of them.
@@ -14,10 +14,11 @@ Recipes: ddp, amp, sharded.
 from pathlib import Path
 
 import torch
-from language_model import add_flags, build_model, compute_loss, make_optimizer  # noqa: F401
-from order import Ordered, by_length
 from torch import nn
 from torch.utils.data import DataLoader
+
+from language_model import add_flags, build_model, compute_loss, make_optimizer
+from order import Ordered, by_length
 
 
 def load_data(args, accelerator):

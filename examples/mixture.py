@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Llama on several texts, mixed by weights.
 
-    python -c "from pydoc_data.topics import topics; print(*topics.values())" > a.txt
-    cat $(python -c "import os; print(os.__file__[:-5])")[a-f]*.py > b.txt
+    python -c "from pydoc_data.topics import topics; print(*[*topics.values()][:40])" > a.txt
+    cat $(python -c "import os; print(os.__file__[:-5])")[a-b]*.py > b.txt
     torchrun --nproc_per_node 2 mine.py --mix a.txt:3 b.txt:1 --batch-size 16 --lr 3e-3 --epochs 1
 
 Needs `pip install transformers`. Here three of four sequences are of a.txt, in any part of an
@@ -14,9 +14,10 @@ Recipes: ddp, amp, sharded.
 
 import numpy
 import torch
-from language_model import build_model, compute_loss, make_optimizer  # noqa: F401
-from order import Ordered, mixture
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from language_model import build_model, compute_loss, make_optimizer
+from order import Ordered, mixture
 
 
 class Sequences(Dataset):

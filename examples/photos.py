@@ -18,9 +18,10 @@ Recipes: ddp, amp, pipeline, sharded.
 
 import torch
 import torchvision
-from ddp_cifar import exit_with_error
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
+
+from ddp_cifar import exit_with_error
 
 
 def add_flags(parser):

@@ -6,8 +6,8 @@ r"""Train a small network on the columns of a Parquet file: a regression.
         'y': a * numpy.sin(b) + c / 3}), 'table.parquet')"
     torchrun --nproc_per_node 2 mine.py --table table.parquet --target y --epochs 5
 
-Needs `pip install pyarrow`. All columns are numbers. A random tenth of the rows is the test set. The
-other rows' mean and standard deviation normalise the columns. They are in columns.json in the
+Needs `pip install pyarrow`. All columns are numbers. A random tenth of the rows is the test set.
+The other rows' mean and standard deviation normalise the columns. They are in columns.json in the
 output directory: a prediction is in standard deviations of the target, from its mean. So a loss of
 0.1 means that 90% of the target's variance is explained.
 
@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy
 import pyarrow.parquet
 import torch
-from ddp_cifar import exit_with_error, replace_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from ddp_cifar import exit_with_error, replace_file
 
 
 class Rows(Dataset):

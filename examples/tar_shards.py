@@ -24,11 +24,12 @@ from pathlib import Path
 
 import torch
 import torchvision
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
 from ddp_cifar import exit_with_error
 from order import Ordered, by_shard
 from tar_samples import TarSamples, tar_index
-from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 
 
 def open_shards(folder, accelerator, decode):
