@@ -17,6 +17,8 @@ from accelerate import utils
 from torch import nn
 from torch.nn import functional as F
 
+from ddp_cifar import exit_with_error
+
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
@@ -33,7 +35,11 @@ def with_teacher(args, accelerator):
     and the teacher's logits."""
     teacher = build_network(args.teacher_width).to(accelerator.device).eval()
     if args.teacher:
-        teacher.load_state_dict(utils.load_state_dict(args.teacher))
+        try:
+            teacher.load_state_dict(utils.load_state_dict(args.teacher))
+        except (OSError, RuntimeError) as error:
+            given = f"{args.teacher} with --teacher-width {args.teacher_width}"
+            exit_with_error(f"argument --teacher: cannot load {given} ({error!r:.100})")
 
     @torch.no_grad()
     def collate(batch):

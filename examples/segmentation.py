@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from ddp_cifar import exit_with_error
 from language_model import make_optimizer
 
 
@@ -55,6 +56,8 @@ class Masks(Dataset):
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, masks) for training and test."""
     paths = sorted(Path(args.images).glob("*.jpg"))
+    if not paths:
+        exit_with_error(f"argument --images: {args.images} has no .jpg files")
     resize = v2.Resize((args.size, args.size))  # of a mask: the nearest pixel
     train = Masks([x for i, x in enumerate(paths) if i % 10], resize, v2.RandomHorizontalFlip())
     test = Masks(paths[::10], resize)
