@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a pretrained language model of the Hugging Face Hub, or of a directory, on a text file.
+
+    python -c "from pydoc_data.topics import topics; print(*topics.values())" > text.txt
+    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
+        x.train('text.txt', 999, special_tokens=['<s>']),
+        transformers.PreTrainedTokenizerFast(tokenizer_object=x).save_pretrained('base'))"
+    python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=999,
+        num_attention_heads=4)).bfloat16().save_pretrained('base')"
+    torchrun --nproc_per_node 2 mine.py --base base --epochs 1 --batch-size 16 --lr 3e-3
+
+Needs `pip install transformers`. The second and third command make a tiny model with random
+weights: with a real one, --lr 1e-5 is usual. Weights saved in bf16 are trained in fp32, or small
+updates would be rounded away. `from_pretrained` loads model.safetensors of a run from a directory
+with the other files of --base.
+
+Recipes: ddp, amp, sharded.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from language_model import compute_loss, make_optimizer
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
+    parser.add_argument("--text", default="text.txt", help="a file (text.txt)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (128)")
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders for training and test, the last tenth of the text: (B, length + 1)
+    int64, the tokens, and -100 behind the end of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    tokens = torch.tensor(tokenizer(Path(args.text).read_text("utf-8"))["input_ids"])
+    starts = range(0, len(tokens) - 1, args.length)
+
+    def read(batch):
+        sequences = [tokens[i : i + args.length + 1] for i in batch]
+        return nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-100)
+
+    train, test = starts[: len(starts) * 9 // 10], starts[len(starts) * 9 // 10 :]
+    options = {"batch_size": args.batch_size, "collate_fn": read}
+    return DataLoader(train, shuffle=True, drop_last=True, **options), DataLoader(test, **options)
+
+
+def build_model(args):
+    """Return the model, on the CPU. For sharded_cifar.py also on the meta device, which has shapes
+    and no weights."""
+    if torch.empty(0).is_meta:
+        config = AutoConfig.from_pretrained(args.base)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32).train()
