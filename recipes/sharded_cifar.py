@@ -66,10 +66,8 @@ def add_flags(parser):
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, labels) for training and test. Replace this.
 
-    Write them as for one process, without DistributedSampler: Accelerate divides the batches among
-    the processes. Any map-style Dataset works, also with random transforms and workers: see
-    `SeededSamples`, and pin_memory=torch.cuda.is_available(). To download, see `cifar10`.
-    """
+    Write them as for one process: Accelerate divides the batches. Any map-style Dataset works, also
+    with random transforms, workers and pin_memory: see `SeededSamples`."""
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
     else:
@@ -92,8 +90,7 @@ def build_model(args):
     else:
         model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
         if args.stem == "cifar":
-            # 32 x 32 images are small already: do not shrink them fourfold before the first block.
-            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # small images stay as large
             model.maxpool = nn.Identity()
     return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
 
@@ -104,8 +101,7 @@ def compute_loss(model, batch):
     Call `model` itself, not its methods: its forward pass gathers the parameters. The mean of
     "loss" is minimised. For samples that count unequally add "weight": (B,), which weights all
     means over the whole global batch: for a sequence, "loss" is the mean over its tokens and
-    "weight" their number. For class weights multiply the loss.
-    """
+    "weight" their number. For class weights multiply the loss."""
     images, labels = batch
     logits = model(images)
     loss = F.cross_entropy(logits, labels, reduction="none")
@@ -231,17 +227,17 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure ca6f57bac1e1: identical in all recipes
+# ===================================== shared infrastructure 2089879d9995: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-LAUNCHER = os.getppid()  # read early: after its death the parent is another process
+LAUNCHER = os.getppid()  # read early: after its death it is another
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(hours=1)  # of collectives: until the first step nothing else ends a hang
+TIMEOUT = timedelta(hours=1)  # of collectives, for hangs before the first step
 
 
 # ------------------------------------------------------------------------------------------ metrics
@@ -291,12 +287,12 @@ class Metrics:
         self.accelerator = accelerator
         self.config = config
         self.steps = steps
-        self.step = self.last_line = steps.resumed_from  # the newest, and that of the last line
+        self.step = self.last_line = steps.resumed_from  # the newest; of the last line
         self.names = []
         self.sums = 0  # of `sample_rows`, since the last line
-        self.newest = {}  # value of each name
+        self.newest = {}  # value of each name, or None: JSON has neither NaN nor infinity
         self.started = time.time()
-        self.text = text  # of metrics.jsonl: a resumed run goes back to its checkpoint's
+        self.text = text  # of metrics.jsonl, from the checkpoint
         is_main = accelerator.is_main_process
         path = Path(config["output_dir"], "metrics.jsonl") if is_main else os.devnull
         self.file = open(path, "w", buffering=1)
@@ -304,14 +300,14 @@ class Metrics:
         accelerator.init_trackers(RECIPE, {name: str(x) for name, x in config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
         plain = not (is_main and self.console.is_interactive)
-        # Redirected, output of a DataLoader's worker may wait for a lock that was held at its fork.
+        # Redirected, a worker's output may wait for a lock that was held at its fork.
         self.progress = Progress(
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
         )
         self.bar = self.progress.add_task("steps", total=steps.total, completed=self.step)
         self.console.print_json(data={**config, "resumed_from": self.step}, highlight=False)
         self.progress.start()
-        self.console.show_cursor()  # which nothing would restore after a kill
+        self.console.show_cursor()  # for a run that is killed
 
     def start_clock(self):
         """Measure throughput from here on: evaluations and checkpoints do not count."""
@@ -329,29 +325,19 @@ class Metrics:
         self.progress.advance(self.bar)
 
     def log(self, weight_norm, learning_rate, grad_norm, **details):
-        """Write a line: means over all processes since the last one. This waits for the device.
-        Exit if loss or weights are not finite (in fp16 a gradient may be), or if ranks differ."""
-        memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        own = torch.tensor([self.steps.data_seconds, memory / 2**30])
-        norms = torch.stack([weight_norm, weight_norm if grad_norm is None else grad_norm])
-        parts = [self.sums, norms.to(self.sums), own.to(self.sums, non_blocking=True)]
-        by_rank = self.accelerator.gather(torch.cat(parts)[None]).cpu()
+        """Write the means since the last line. Exit if they, or the weights, must not be saved."""
+        norms = [weight_norm] if grad_norm is None else [weight_norm, grad_norm]
+        sums, norms, waited, memory = self.gather(torch.stack(norms))
         seconds = time.perf_counter() - self.clock
-        *sums, weight_norms, grad_norms, waited, memory = by_rank.T
         samples = (self.step - self.last_line) * self.config["global_batch_size"]
-        values = means(self.names, torch.stack(sums).sum(1), samples)
-        if not math.isfinite(values["loss"] + weight_norms.sum()):
-            what = f"loss or weights are not finite at step {self.step}, which is not saved"
-            exit_with_error(f"{what}: lower --lr, or set --clip-norm 1 (are all weights 0?)")
-        norms = torch.stack([weight_norms, grad_norms], dim=1).view(-1, self.parts, 2)
-        # Machines of two kinds round differently.
-        same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
-        if not same.all():
-            ranks = (~same).nonzero().flatten().tolist()
-            what = f"at step {self.step}, which is not saved, ranks {ranks} have other weights"
-            exit_with_error(f"{what} than rank 0: call model(...), not model.module or its methods")
+        values = means(self.names, sums, samples)
+        if not math.isfinite(values["loss"] + norms[:, 0].sum()):
+            error = f"loss or weights are not finite at step {self.step}, which is not saved"
+            exit_with_error(f"{error}: lower --lr, or set --clip-norm 1 (are all weights 0?)")
+        exit_if_ranks_drift(norms, self.parts, self.step)
         values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
-        values |= {} if grad_norm is None else {"grad_norm": float(grad_norm)}
+        if grad_norm is not None:
+            values["grad_norm"] = norms[0, 1].item()
         details |= {"seconds": seconds, "data_wait": waited.max().item() / seconds}
         details |= {"slowest_rank": waited.argmax().item(), "peak_memory_gib": memory.max().item()}
         self.write("train", values, details)
@@ -359,10 +345,18 @@ class Metrics:
         self.last_line = self.step
         self.start_clock()
 
+    def gather(self, norms):
+        """Return the sums over all ranks, and of each rank norms, seconds without data, and GiB."""
+        memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
+        used = torch.tensor([self.steps.data_seconds, memory / 2**30])
+        row = [self.sums, norms.to(self.sums), used.to(self.sums, non_blocking=True)]
+        rows = self.accelerator.gather(torch.cat(row)[None]).cpu()
+        sums, *rest = rows.split([len(self.sums), len(norms), 1, 1], dim=1)
+        return sums.sum(0), *rest
+
     def write(self, event, values, details=None):
         """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
         numbers = {**values, **(details or {})}
-        # JSON has neither NaN nor infinity.
         self.newest |= {name: x if math.isfinite(x) else None for name, x in numbers.items()}
         epoch = self.steps.epoch_of(self.step) + 1
         line = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
@@ -385,16 +379,24 @@ class Metrics:
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
         summary = Path(self.config["output_dir"], "summary.json")
-        if self.step == self.steps.resumed_from > 0 and summary.exists():
-            return  # this run took no step: the summary is that of the run that took the last one
-        text = json.dumps({**self.config, **results}, indent=2) + "\n"
-        replace_file(self.accelerator, summary, lambda path: path.write_text(text))
+        if self.step > self.steps.resumed_from or self.step == 0 or not summary.exists():
+            text = json.dumps({**self.config, **results}, indent=2) + "\n"
+            replace_file(self.accelerator, summary, lambda path: path.write_text(text))
+
+
+def exit_if_ranks_drift(norms, parts, step):
+    """Exit with an error unless ranks r and r + parts, for each r, have about the same row."""
+    norms = norms.reshape(-1, parts, norms.shape[1])
+    same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
+    if not same.all():
+        ranks = (~same).nonzero().flatten().tolist()
+        error = f"at step {step}, which is not saved, ranks {ranks[:8]} have other weights"
+        exit_with_error(f"{error} than rank 0: call model(...), not model.module or its methods")
 
 
 # -------------------------------------------------------------------------------- reproducible data
 def set_batch_sizes(args, accelerator, replicas, multiple=1):
-    """Divide `args.global_batch_size` among `replicas`, and each share into the fewest equal
-    microbatches. Set `args.batch_size` to their size, a multiple of `multiple`; return how many."""
+    """Divide each replica's share of a global batch into equal microbatches. Return how many."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
     if rest:
@@ -407,8 +409,7 @@ def set_batch_sizes(args, accelerator, replicas, multiple=1):
 
 
 class Steps:
-    """The optimizer steps of a training, numbered from 1, each with its microbatches. An incomplete
-    last global batch of an epoch is dropped: any number of processes takes the same steps."""
+    """The optimizer steps, numbered from 1. An incomplete last global batch is dropped."""
 
     def __init__(self, loader, accumulation, args):
         self.loader = loader
@@ -459,8 +460,7 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """A map-style dataset whose random numbers, and those of a collate_fn, depend on (seed, epoch,
-    index) alone: the index of a sample or, if it has `__getitems__`, the first one of a batch."""
+    """A dataset whose random numbers, and a collate_fn's, depend on (seed, epoch, index) alone."""
 
     def __init__(self, dataset, seed):
         self.dataset = self.innermost = dataset
@@ -490,19 +490,17 @@ class SeededSamples(Dataset):
 
 
 def reproducible(loaders, args):
-    """Return the loaders, for training and test, with datasets that repeat an epoch's random
-    numbers. Exit with an error if one cannot be resumed exactly, or has another batch size."""
+    """Return the loaders with `SeededSamples`; exit if one cannot be resumed exactly."""
     samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
-    if len(loaders) != 2:
-        exit_with_error(f"load_data: return two DataLoaders, not {len(loaders)}")
-    for drop_last, loader in zip((True, False), loaders, strict=True):
+    two = len(loaders) == 2
+    for drop_last, loader in zip((True, False), loaders, strict=two):
         batches = loader.batch_sampler
         known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
-        same_size = loader.batch_size == args.batch_size or not drop_last
+        same_size = two and (loader.batch_size == args.batch_size or not drop_last)
         if not (known and len(loader.dataset) and batches.drop_last == drop_last and same_size):
             needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={drop_last}"
             remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
-            exit_with_error(f"load_data: a DataLoader needs {remedy}")
+            exit_with_error(f"load_data: each of two DataLoaders needs {remedy}")
         # DataLoader forbids an assignment, since a sampler may belong to the dataset.
         object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, args.seed))
     return loaders
@@ -510,12 +508,10 @@ def reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """The checkpoints step-N.pt in the output directory, each atomic, of `states`: {name: object
-    with a state_dict}. A recipe whose state is not whole on the main process overrides the methods
-    from `collect_states` to `delete`."""
+    """The checkpoints step-N.pt of `states`: {name: object with a state_dict}. A recipe whose state
+    is not whole on the main process overrides the methods from `collect_states` to `delete`."""
 
     pattern = f"step-{'[0-9]' * 8}.pt"
-    # A run that resumes may have other values of these.
     may_differ = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
     may_differ |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
     may_differ |= {"accumulation", "device", "world_size", "versions", "commit"}
@@ -556,16 +552,13 @@ class Checkpoints:
         path.unlink(missing_ok=True)
 
     def find(self):
-        """Return the newest intact checkpoint, the same one on all ranks, or None. Exit with an
-        error if none is intact, if ranks read different ones, or if a flag differs from its run."""
-        store = self.accelerator.store
+        """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
+        store, ours = self.accelerator.store, self.config
         paths = sorted(self.directory.glob(self.pattern), reverse=True)
         files = [lock.read_text() for lock in self.directory.glob("run.lock")]
         files += [path.name for path in paths]
-        seen = {"samples for training and test": self.config["samples"]}
-        seen["files in --output-dir"] = files
-        remedy = "all machines have to share the data and the directory"
-        exit_if_ranks_differ(store, "files", seen, remedy)
+        seen = {"samples": ours["samples"], "files in --output-dir": files}
+        exit_if_ranks_differ(store, "files", seen, "all machines have to share the directory")
         for path in paths:
             damage = None
             try:
@@ -574,8 +567,7 @@ class Checkpoints:
                 exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
             except Exception as error:
                 damage = f"{error!r:.200}"
-            error = {f"error in {path.name}": damage}
-            exit_if_ranks_differ(store, path.name, error, "rerun the command")
+            exit_if_ranks_differ(store, path.name, {path.name: damage}, "rerun the command")
             if not damage:
                 break
             self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
@@ -583,7 +575,7 @@ class Checkpoints:
             if paths:
                 exit_with_error(f"{self.directory} has no intact checkpoint: choose another")
             return None
-        ours, theirs = self.config, checkpoint["config"]
+        theirs = checkpoint["config"]
         names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
         wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
         if wrong:
@@ -596,7 +588,7 @@ class Checkpoints:
         return step == self.config["steps"] or any(step % x == 0 for x in every)
 
     def save(self, step, metrics):
-        """Write a checkpoint; delete all but the newest `--keep`. Return how long it took, in s."""
+        """Write a checkpoint, and delete old ones. Return how long it took, in s."""
         began = time.perf_counter()
         states = self.collect_states()
         content = {"config": self.config, "step": step, "metrics": metrics, "states": states}
@@ -604,8 +596,7 @@ class Checkpoints:
         try:
             self.write(content, path)
             if self.accelerator.is_main_process:
-                # Later ones were skipped, because they are damaged: they do not count.
-                saved = [x for x in self.directory.glob(self.pattern) if x <= path]
+                saved = [x for x in self.directory.glob(self.pattern) if x <= path]  # intact
                 for old in sorted(saved)[: -self.config["keep"]]:
                     self.delete(old)
         except Exception as error:
@@ -661,8 +652,7 @@ def load_weights(model, path):
 
 # ----------------------------------------------------------------------------------------- stopping
 class StopSignal:
-    """On SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, or when the launcher has died, all ranks
-    stop after the same step. They vote by an all-reduce on the CPU, which overlaps a step."""
+    """On a signal to any rank, or the launcher's death, all ranks stop after the same step."""
 
     def __init__(self, accelerator):
         self.received = 0  # the first signal
@@ -693,11 +683,11 @@ class StopSignal:
             if LAUNCHED and os.getppid() != LAUNCHER:
                 number = signal.SIGTERM
         self.received = number
-        say(f"{signal.Signals(number).name}: stopping after the next step (Ctrl-\\ aborts)")
+        if LOCAL_RANK == 0:
+            say(f"{signal.Signals(number).name}: stopping after the next step (Ctrl-\\ aborts)")
 
     def vote(self):
-        """Return the signal on which all ranks stop now, or 0: the result of the vote that was
-        begun one call ago. All ranks call this. Once it is a signal, it stays one."""
+        """Return the signal on which all ranks stop, or 0: of the last call, to overlap a step."""
         if self.pending:
             self.pending.wait()
         result = self.highest.item()
@@ -709,19 +699,19 @@ class StopSignal:
 
 
 class HangDetector:
-    """Ends the run when no step is completed for `timeout` seconds, and names the rank that hangs:
-    it came the least far (on GPUs, others run ahead) and, of equals, waits for no other, or it does
-    not report. A rank waits if its innermost frame is in one of these files or functions."""
+    """Ends a run without a step for `timeout` seconds. The rank that hangs does not report, or came
+    the least far and, of equals, waits for no other: it is in none of these files or functions."""
 
     files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
-    functions = {Metrics.log.__code__, means.__code__, StopSignal.vote.__code__}
+    functions = {Metrics.gather.__code__, means.__code__, StopSignal.vote.__code__}
 
     def __init__(self, accelerator, timeout):
         self.timeout = timeout
-        self.progress = 0  # steps and batches of evaluations
+        self.progress = 0  # steps and batches
         self.closed = threading.Event()
         self.names = utils.gather_object([NAME])
         self.store = accelerator.store
+        self.directory = accelerator.project_dir
         threading.Thread(target=self.watch, daemon=True).start()
         faulthandler.cancel_dump_traceback_later()
 
@@ -739,28 +729,40 @@ class HangDetector:
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
-            self.name_the_rank(sys._current_frames()[main_thread])
-        time.sleep(2 * tick)  # until all have printed: the launcher will end them
+            self.report(sys._current_frames()[main_thread])
+            self.name_the_rank()
+        time.sleep(2 * tick)  # until all have printed
         exit_now(1)
 
-    def name_the_rank(self, frame):
-        """Print where this rank is and, on one rank, which ones hang."""
+    def report(self, frame):
+        """Print the stack of this rank, of many into a file. Tell the others how far it came."""
         stack = traceback.extract_stack(frame)
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
-        os.write(2, "".join([head, *traceback.format_list(stack)]).encode())  # in one piece
+        text = "".join([head, *traceback.format_list(stack)])
+        if WORLD_SIZE > 8:
+            Path(self.directory, f"stack-{RANK}.txt").write_text(text)
+        else:
+            os.write(2, text.encode())  # in one piece
         at = [line for line in stack if line.filename == __file__][-1]
         waits = frame.f_code in self.functions or bool(self.files.search(stack[-1].filename))
         self.store.set(NAME, json.dumps([self.progress, waits, f"line {at.lineno}, in {at.name}"]))
+        if self.store.add("reports", 1) == WORLD_SIZE:
+            self.store.set("all reports", "")
+
+    def name_the_rank(self):
+        """Print, on the first rank that has reported, which ones hang."""
         with suppress(RuntimeError):  # a rank that was stopped does not report
-            self.store.wait(self.names, timedelta(seconds=self.timeout / 2))
-        present = [name for name in self.names if self.store.check([name])]
-        reports = {name: [-1, False, "no report"] for name in self.names}
-        reports |= {name: json.loads(self.store.get(name)) for name in present}
-        # If all wait that came the least far, one has left out a collective operation.
-        first = min(reports.values())[:2]
-        stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
-        if NAME == present[0]:
-            say(f"error: no step for {self.timeout:g} s because of {', '.join(stalled)}")
+            self.store.wait(["all reports"], timedelta(seconds=self.timeout / 2))
+        present = (name for name in self.names if self.store.check([name]))
+        if NAME == next(present):
+            reports = {name: [-1, False, "no report"] for name in self.names}
+            reports |= {name: json.loads(self.store.get(name)) for name in (NAME, *present)}
+            # If all wait that came the least far, one has left out a collective operation.
+            first = min(reports.values())[:2]
+            stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
+            files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
+            named = ", ".join(stalled[:8])
+            say(f"error: no step for {self.timeout:g} s because of {named}{files}")
 
 
 def say(message):
@@ -784,49 +786,36 @@ def exit_if_stopped(accelerator, stopping, step):
 
 
 def exit_if_ranks_differ(store, topic, values, remedy):
-    """Exit with an error unless all ranks, which all call this, have the same {name: value}. Rank 0
-    compares. This needs no process group, which ranks that differ may not be able to make."""
-    store.set(f"{topic} of {RANK}", json.dumps([NAME, values], default=str))
+    """Exit with an error unless all ranks have rank 0's {name: value}."""
+    store.set(f"{topic} {RANK}", json.dumps([NAME, values], default=str))
     if RANK == 0:
-        of_ranks = [json.loads(store.get(f"{topic} of {x}")) for x in range(WORLD_SIZE)]
-        store.set(topic, first_difference(of_ranks))
-    difference = store.get(topic).decode()
-    if difference:
+        (_, own), *others = [json.loads(store.get(f"{topic} {x}")) for x in range(WORLD_SIZE)]
+        wrong = [(k, name, x.get(k)) for k in own for name, x in others if x.get(k) != own[k]]
+        told = [f"{k}: {own[k]} on {NAME}, but {x} on {name}" for k, name, x in wrong]
+        store.set(topic, f"{told[0]} ({len(told)} in all)" if told else "")
+    if difference := store.get(topic).decode():
         exit_with_error(f"{difference}: {remedy}")
 
 
-def first_difference(of_ranks):
-    """Return what differs between the first and another of [name of the rank, {name: value}]."""
-    (first_rank, first), *others = of_ranks
-    for name, value in first.items():
-        differing = [[rank, x.get(name)] for rank, x in others if x.get(name) != value]
-        if differing:
-            rank, other = differing[0]
-            how_many = f"{len(differing)} of {len(of_ranks)} ranks differ"
-            return f"{name}: {value} on {first_rank}, but {other} on {rank} ({how_many})"
-    return ""
-
-
+# The first rank of each machine prints at once. By SIGTERM the launcher then ends the others, which
+# wait for seconds. An exception waits one more, since another rank's end may have caused it.
 def exit_with_exception(error):
-    """Print the traceback, unless it is an error of the system, and a line with the innermost place
-    in this file, or in a DataLoader's worker. Exit with status 1."""
+    """Print a traceback, but of no OSError, and a line with the innermost place in this file."""
     text = traceback.format_exc()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(1)  # by SIGTERM the launcher ends a rank that failed because another one had
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
     message = f"{type(error).__name__}: {' ... '.join(dict.fromkeys([lines[0], lines[-1]]))}"
     message += f", in {place[1]}, line {place[0]} of {Path(__file__).name}"
-    exit_with_error(message, 1, "" if isinstance(error, OSError) else text)
+    exit_with_error(message, 1, "" if isinstance(error, OSError) else text, wait=1)
 
 
-def exit_with_error(message, status=2, details=""):
-    """Print an error in one line, and exit. Any rank may call this. The first one of each machine
-    prints at once; the others seconds later, if the launcher has not ended them."""
-    if LOCAL_RANK != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends it
-        time.sleep(4 + LOCAL_RANK)
+def exit_with_error(message, status=2, details="", wait=0):
+    """Print an error in one line, and exit. Any rank may call this."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if LOCAL_RANK > 0:
+        wait += 4 + LOCAL_RANK
         message = f"rank {RANK}: {message}"
+    time.sleep(wait)
     sys.stderr.write(details)
     say(f"error: {message}")
     exit_now(status)
@@ -844,7 +833,7 @@ def exit_now(status):
 # ------------------------------------------------------------------------- command line and launch
 POSITIVE = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
 POSITIVE += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
-PER_MACHINE = {"data_dir", "weights", "threads", "output_dir"}  # other flags are the same on all
+PER_MACHINE = {"data_dir", "weights", "threads", "output_dir"}
 UNSUPPORTED = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
 
 
@@ -856,23 +845,23 @@ def parse_args(*declarations):
     for declare in declarations:
         declare(parser)
     add = parser.add_argument
-    add("--weights", metavar="PATH", help="start from model.safetensors, or a state dict")
-    add("--epochs", type=int, default=30, help="passes over the data (30); 0 only evaluates")
-    add("--max-steps", type=int, help="stop after this many optimizer steps")
-    add("--batch-size", type=int, default=128, help="samples of a microbatch, at most (128)")
+    add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
+    add("--epochs", type=int, default=30, help="passes (30); 0 only evaluates")
+    add("--max-steps", type=int, help="stop after so many steps")
+    add("--batch-size", type=int, default=128, help="largest microbatch (128)")
     add("--global-batch-size", type=int, help="samples per step, all processes")
-    add("--lr", type=float, default=0.1, help="peak rate, per 128 samples of global batch (0.1)")
+    add("--lr", type=float, default=0.1, help="peak rate per 128 samples (0.1)")
     add("--clip-norm", type=float, help="clip the gradient to this norm")
-    add("--seed", type=int, default=0, help="for weights, order, augmentation, dropout (0)")
+    add("--seed", type=int, default=0, help="of all random numbers (0)")
     on_cpu = utils.parse_flag_from_env("ACCELERATE_USE_CPU")  # accelerate launch --cpu
-    add("--cpu", action="store_true", default=on_cpu, help="train on CPU, even if GPUs are present")
-    add("--threads", type=int, help="CPU threads per process (cores / processes)")
-    add("--output-dir", default=f"runs/{RECIPE}", help="for checkpoints and results (%(default)s)")
-    add("--checkpoint-every", type=int, help="steps between checkpoints, besides each epoch's")
-    add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
-    add("--log-every", type=int, help="steps between lines of metrics (50 on GPUs, 10 on CPU)")
-    add("--tracker", help="log to this tracker: tensorboard, wandb, ...")
-    add("--hang-timeout", type=float, default=600, help="exit after so many s without a step (600)")
+    add("--cpu", action="store_true", default=on_cpu, help="train on CPU")
+    add("--threads", type=int, help="CPU threads (cores / processes)")
+    add("--output-dir", default=f"runs/{RECIPE}", help="default: %(default)s")
+    add("--checkpoint-every", type=int, help="steps between checkpoints")
+    add("--keep", type=int, default=2, help="kept checkpoints (2)")
+    add("--log-every", type=int, help="steps between lines (GPUs: 50, CPU: 10)")
+    add("--tracker", help="tensorboard, wandb, ...")
+    add("--hang-timeout", type=float, default=600, help="seconds without a step (600)")
     args = parser.parse_args()
     for name in POSITIVE:
         value = getattr(args, name)
@@ -884,8 +873,7 @@ def parse_args(*declarations):
 
 
 def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory. The lock ends with this process. A run
-    that resumes keeps the id in it, that of Weights & Biases."""
+    """Exit with an error if another run uses the directory. The lock has the run's W&B id."""
     try:
         os.makedirs(directory, exist_ok=True)
         if RANK == 0:
@@ -897,15 +885,15 @@ def lock_output_directory(directory):
             os.fsync(lock)  # NFS: now other machines see it
             os.environ.setdefault("WANDB_RUN_ID", run_id)
             os.environ.setdefault("WANDB_RESUME", "allow")
-            with suppress(shutil.SameFileError):
-                shutil.copyfile(__file__, Path(directory, Path(__file__).name))
+            script = Path(directory, Path(__file__).name)
+            if not script.exists() or script.read_text() != Path(__file__).read_text():
+                shutil.copyfile(__file__, script)
     except BlockingIOError:
         exit_with_error(f"--output-dir {directory} is in use by another run")
 
 
 def make_accelerator(args, precision, *handlers):
-    """Return the Accelerator, on GPUs or, where there are none, on CPU. Its `cpu_group` is a gloo
-    process group, or None for a single process, and its `store` that of the process group."""
+    """Return the Accelerator, with a `store`, and a `cpu_group` for gloo (None for one process)."""
     faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
     mixed_precision = "no" if precision == "fp32" else precision
     supported = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
@@ -915,9 +903,7 @@ def make_accelerator(args, precision, *handlers):
             exit_with_error(f"the launcher's {name.lower()} is {value}: see this recipe's --help")
     gpus, threads = choose_device(args)
     args.log_every = args.log_every or (50 if gpus else 10)
-    store = distributed.HashStore()
-    if WORLD_SIZE > 1:
-        store = join_process_group(args, gpus)
+    store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
     plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` counts them
@@ -957,7 +943,7 @@ def choose_device(args):
     """Select this process's GPU. Return the number of GPUs, and of CPU threads per process."""
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
-    processes = utils.get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
@@ -969,7 +955,7 @@ def choose_device(args):
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
         torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
-    threads = args.threads or utils.get_int_from_env(["OMP_NUM_THREADS"], 0)
+    threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0))
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
         threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return gpus, threads
@@ -1346,12 +1332,9 @@ def checksum(path):
 
 # ----------------------------------------------------------------------------------------- CIFAR-10
 class ImageTensors(Dataset):
-    """Images as one tensor on the device; one indexing operation selects, crops, flips and
-    normalises a whole batch.
-
-    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
-    int64 out. With `augmentation_seed`: zero padding by 4, a random crop, and a random flip.
-    """
+    """Images (N, H, W, 3) uint8 and labels (N,) int64 on the device. One indexing operation makes a
+    batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
+    `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
 
     mean = (0.4914, 0.4822, 0.4465)
     std = (0.2470, 0.2435, 0.2616)
@@ -1394,8 +1377,7 @@ class ImageTensors(Dataset):
 
 
 def cifar10(directory, accelerator):
-    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
-    per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
+    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)

@@ -66,6 +66,7 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     vars(metrics).update(steps=SimpleNamespace(data_seconds=0.0), start_clock=nullcontext)
     metrics.progress = SimpleNamespace(advance=lambda bar: None)
     metrics.write = lambda event, *_: written.append(event)
+    metrics.gather = lambda norms: recipe.Metrics.gather(metrics, norms)
     recipe.Metrics.add(metrics, 1, [values, values])
     assert metrics.sums.device == GPU
     recipe.Metrics.log(metrics, torch.ones((), device=GPU), 0.1, torch.ones((), device=GPU))
