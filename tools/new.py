@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parts, write
@@ -51,6 +52,7 @@ def titles():
     )
 
 
+@cache  # parsing takes the time
 def statements(text):
     """Return [(node, its lines, with the comments above it)] of a module."""
     lines = text.splitlines(keepends=True)
@@ -97,7 +99,7 @@ def put_functions(text, name, recipe):
     the first of them. Raise ValueError if one of these was edited, or replaced before."""
     added_imports, defined = load(name, recipe)
     original, ours = definitions(RECIPES[recipe].read_text("utf-8")), definitions(text)
-    for key in defined.keys() & original.keys():
+    for key in sorted(defined.keys() & original.keys()):
         if ours.get(key) not in (original[key], defined[key]):
             raise ValueError(f"{name}.py: {key} of the copy is edited, or of another example")
     first = next((key for key in ours if key in defined), "main")
