@@ -39,7 +39,7 @@ def compute_loss(model, batch):
 """
 
 
-def execute(command, environment, timeout):
+def execute(command, environment, timeout, imports=()):
     """As `bench.execute` with torchrun, but without a launcher."""
     processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
     env = {name: environment[name] for name in check.ENVIRONMENT}
@@ -48,7 +48,7 @@ def execute(command, environment, timeout):
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run = {"processes": int(processes), "script": script, "flags": flags, "directory": Path.cwd()}
     run |= {"env": env, "grace": 0.5, "terminate": True}
-    [(codes, output)] = forked([run], Path.cwd())
+    [(codes, output)] = forked([run], Path.cwd(), imports=imports)
     return int(any(codes)), [(0.0, output)]
 
 

@@ -172,7 +172,9 @@ def check(args, directory, console):
     name = f"{first} process{'es' * (first > 1)}"
     if add(name)["reason"]:
         return runs
-    bounds = bounds_of(add("yardstick", name, defaultdict(lambda: NO_BOUND), tasks=["change"]))
+    bounds = defaultdict(float)  # on CPU, the killed run's
+    if more or args.also or args.gpus:
+        bounds = bounds_of(add("yardstick", name, defaultdict(lambda: NO_BOUND), tasks=["change"]))
     for number in more:
         add(f"{number} processes", name, bounds, processes=number)
     for path in args.also:
@@ -197,7 +199,11 @@ def check(args, directory, console):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("copy", type=Path, help="a copy of ddp, amp, sharded or pipeline; its flags follow")
+    add(
+        "copy",
+        type=lambda x: Path(x).expanduser(),
+        help="a copy of ddp, amp, sharded or pipeline; its flags follow",
+    )
     add("--processes", type=int, nargs="+", help="numbers to compare (1, 2 and all GPUs)")
     add("--also", type=Path, nargs="+", default=[], help="other recipes, on two processes")
     add("--kills", type=int, default=1, help="how often SIGKILL ends the killed run (1)")

@@ -255,6 +255,14 @@ def next_commands(path, recipe, examples):
     return [*lines, f"make check COPY={path} ARGS={shlex.quote(flags)}"]
 
 
+def make(target, recipe, examples):
+    """Write a copy of a recipe with examples. Raise FileExistsError if there is a file."""
+    text = compose(RECIPES[recipe], target, recipe, examples)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "x", encoding="utf-8") as file:
+        file.write(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("action", choices=("new", "add"))
@@ -272,10 +280,7 @@ def main():
         recipe = args.recipe
         if recipe not in RECIPES:
             raise ValueError(f"there is no recipe {recipe}\n{titles()}")
-        text = compose(RECIPES[recipe], target, recipe, args.examples)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "x", encoding="utf-8") as file:
-            file.write(text)
+        make(target, recipe, args.examples)
     made = f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n"
     return [made, *next_commands(target, recipe, args.examples)]
 
