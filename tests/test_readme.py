@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import new
 import numpy
 import pytest
 import torch
@@ -24,6 +25,7 @@ PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, CONTRIBUTING, RUNNING, FAILURES, CLUSTERS, ADAPTING, *_ = PAGES.values()
 EVERYTHING = "\n".join(PAGES.values())
 RECIPES = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
+EXCERPTS = {"A recipe": "recipes/ddp_cifar.py", "Make it yours": "examples/photos.py"}
 # Flags on the pages that are not a recipe's: the launchers', other programs', the examples'.
 OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_restarts "
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
@@ -157,10 +159,11 @@ def test_the_make_targets_named_exist():
     assert {"bench", "demo", "train", "test"} <= named <= targets
 
 
-def test_the_excerpt_is_of_the_recipe():
-    lines = iter((ROOT / "recipes/ddp_cifar.py").read_text().splitlines())
-    shown = [x for x in code(README, "A recipe", "python") if x.strip() not in ("", "...")]
-    assert len(shown) > 10
+@pytest.mark.parametrize("title", EXCERPTS)
+def test_an_excerpt_is_of_the_file(title):
+    lines = iter((ROOT / EXCERPTS[title]).read_text().splitlines())
+    shown = [x for x in code(README, title, "python") if x.strip() not in ("", "...")]
+    assert len(shown) > 7
     for line in shown:
         assert line in lines, f"not there, or not in this order: {line}"
 
@@ -199,10 +202,8 @@ def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_example_of_your_own_photos_trains_on_two_processes(tmp_path):
     """Also the names of the metrics are those of the page."""
-    source = (ROOT / "recipes/ddp_cifar.py").read_text()
-    own = "\n".join(code(README, "Make it yours", "python"))
-    end = '\n\nif __name__ == "__main__":'
-    (tmp_path / "mine.py").write_text(source.replace(end, f"\n\n{own}\n{end}"))
+    text = new.compose(new.RECIPES["ddp"], tmp_path / "mine.py", "ddp", ["photos"])
+    (tmp_path / "mine.py").write_text(text)
     for index in range(64):
         part = "test" if index % 4 == 0 else "train"
         path = tmp_path / f"photos/{part}/class{index % 3}/{index}.png"
