@@ -8,9 +8,11 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import new
 import numpy
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, forked, load, outputs
 from PIL import Image
 from safetensors.torch import load_file
@@ -18,17 +20,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 NAMES = ["README.md", "CONTRIBUTING.md"]
-NAMES += [f"docs/{name}.md" for name in ("running", "failures", "clusters", "adapting")]
-NAMES += ["docs/data.md", "docs/training.md"]
+NAMES += [f"docs/{name}.md" for name in ("running", "failures", "clusters", "adapting", "data")]
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, CONTRIBUTING, RUNNING, FAILURES, CLUSTERS, ADAPTING, *_ = PAGES.values()
 EVERYTHING = "\n".join(PAGES.values())
 RECIPES = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
+EXCERPTS = {"A recipe": "recipes/ddp_cifar.py", "Make it yours": "examples/photos.py"}
 # Flags on the pages that are not a recipe's: the launchers', other programs', the examples'.
 OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_restarts "
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
-OTHERS += "--photos --evaluate-on --pictures --text --length --random-source"
+OTHERS += "--photos --evaluate-on --pictures --text --random-source --help"
 
 
 def section(page, title):
@@ -84,7 +86,7 @@ def flags_of(recipe):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_read_to_its_end(name):
     lines = PAGES[name].splitlines()
-    most = {"CONTRIBUTING.md": 80, **dict.fromkeys((NAMES[5], *NAMES[-2:]), 200)}
+    most = {"CONTRIBUTING.md": 90, **dict.fromkeys(NAMES[-2:], 130)}
     assert len(lines) <= most.get(name, 150)
     too_long = [x for x in lines if len(x) > (140 if x.startswith("|") else 100)]
     assert not too_long
@@ -157,10 +159,11 @@ def test_the_make_targets_named_exist():
     assert {"bench", "demo", "train", "test"} <= named <= targets
 
 
-def test_the_excerpt_is_of_the_recipe():
-    lines = iter((ROOT / "recipes/ddp_cifar.py").read_text().splitlines())
-    shown = [x for x in code(README, "A recipe", "python") if x.strip() not in ("", "...")]
-    assert len(shown) > 10
+@pytest.mark.parametrize("title", EXCERPTS)
+def test_an_excerpt_is_of_the_file(title):
+    lines = iter((ROOT / EXCERPTS[title]).read_text().splitlines())
+    shown = [x for x in code(README, title, "python") if x.strip() not in ("", "...")]
+    assert len(shown) > 7
     for line in shown:
         assert line in lines, f"not there, or not in this order: {line}"
 
@@ -185,9 +188,8 @@ def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
         samples = TensorDataset(torch.randn(24, 5), torch.randint(3, (24,)))
         model = nn.Linear(5, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        names = {"torch": torch, "device": "cpu", "epochs": 2, "model": model}
+        names = {"torch": torch, "Accelerator": Accelerator, "device": "cpu", "model": model}
         names |= {"criterion": nn.CrossEntropyLoss(), "optimizer": optimizer}
-        names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         names["train_loader"] = DataLoader(samples, 4)
         names["test_loader"] = DataLoader(samples, 10)
         exec("\n".join(line[1:] for line in lines if line[0] in (" ", sign)), names)
@@ -200,10 +202,8 @@ def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_example_of_your_own_photos_trains_on_two_processes(tmp_path):
     """Also the names of the metrics are those of the page."""
-    source = (ROOT / "recipes/ddp_cifar.py").read_text()
-    own = "\n".join(code(README, "Make it yours", "python"))
-    end = '\n\nif __name__ == "__main__":'
-    (tmp_path / "mine.py").write_text(source.replace(end, f"\n\n{own}\n{end}"))
+    text = new.compose(new.RECIPES["ddp"], tmp_path / "mine.py", "ddp", ["photos"])
+    (tmp_path / "mine.py").write_text(text)
     for index in range(64):
         part = "test" if index % 4 == 0 else "train"
         path = tmp_path / f"photos/{part}/class{index % 3}/{index}.png"
