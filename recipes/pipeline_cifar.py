@@ -226,7 +226,7 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 2089879d9995: identical in all recipes
+# ===================================== shared infrastructure 6f4dbf50a906: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death it is another
@@ -557,7 +557,7 @@ class Checkpoints:
         files = [lock.read_text() for lock in self.directory.glob("run.lock")]
         files += [path.name for path in paths]
         seen = {"samples": ours["samples"], "files in --output-dir": files}
-        exit_if_ranks_differ(store, "files", seen, "all machines have to share the directory")
+        exit_if_ranks_differ(store, "files", seen, "all machines have to share data and directory")
         for path in paths:
             damage = None
             try:

@@ -218,7 +218,7 @@ def test_all_ranks_read_the_checkpoint_or_none_resumes(recipe, tmp_path):
     seen = r"--output-dir: \['[0-9a-f]{16}', 'step-00000002(\.pt)?'\] on rank 0"
     assert re.search(seen, said), said
     assert "but [] on rank 1 on" in said, said
-    assert said.endswith(" (1 in all): all machines have to share the directory"), said
+    assert said.endswith(" (1 in all): all machines have to share data and directory"), said
 
 
 def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):

@@ -120,7 +120,7 @@ def test_a_run_saves_and_stops_when(interruptions, case):
     assert "each process" not in case or "resuming from" in log, "at the second time"
     assert CASES[case][1] == code, log
     if "SIGTERM" in case or "killed" in case:
-        assert "SIGTERM: stopping after the next step (" in log
+        assert log.count("SIGTERM: stopping after the next step (") == 1, "by one rank"
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 
