@@ -28,6 +28,7 @@ RECIPES = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
 OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_restarts "
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
+OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
 OTHERS += "--photos --evaluate-on --pictures --text --length --random-source"
 
 
