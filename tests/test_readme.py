@@ -30,7 +30,8 @@ EXCERPTS = {"A recipe": "recipes/ddp_cifar.py", "Make it yours": "examples/photo
 OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_restarts "
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
-OTHERS += "--photos --evaluate-on --pictures --text --random-source --help"
+OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
+OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help"
 
 
 def section(page, title):
