@@ -240,19 +240,19 @@ def recipe_of(path):
     return max(RECIPES, key=similarity)
 
 
-def next_commands(path, recipe, examples):
-    """Return the lines that make an example's data, train a copy of it, and check it."""
-    texts = [paragraph for name in examples for paragraph in description(name)[0]]
-    task = next(
-        (x for x in texts if TRAIN in x), f"    {TRAIN} --data synthetic --model simple_cnn"
-    )
+def next_commands(path, recipe):
+    """Return the lines that make the data of a copy's task, train it, and check it."""
+    parents = MADE.search(ast.get_docstring(ast.parse(path.read_text("utf-8"))))[2]
+    texts = [x for name in re.findall(r"\w+", parents or "") for x in description(name)[0]]
+    recipes_own = f"    {TRAIN} --data synthetic --model simple_cnn"
     path = shlex.quote(str(path))
-    data, _, flags = task.partition(f"    {TRAIN} ")
-    flags = flags.splitlines()[0]
-    one = f"torchrun --nproc_per_node 4 {path}" if recipe == "pipeline" else f"python {path}"
+    task = next((x for x in texts if TRAIN in x), recipes_own).replace("mine.py", path)
+    two = TRAIN.replace("mine.py", path)
+    data, _, flags = task.partition(f"    {two} ")
+    one = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path}"
     lines = [". .venv/bin/activate", *textwrap.dedent(data).splitlines()]
-    lines += [f"torchrun --nproc_per_node 2 {path} {flags}", f"{one} {flags}"]
-    return [*lines, f"make check COPY={path} ARGS={shlex.quote(flags)}"]
+    check = f"make check COPY={path} ARGS={shlex.quote(flags)}"
+    return [*lines, f"{two} {flags}", f"{one} {flags} --output-dir runs/other", check]
 
 
 def make(target, recipe, examples):
@@ -282,7 +282,7 @@ def main():
             raise ValueError(f"there is no recipe {recipe}\n{titles()}")
         make(target, recipe, args.examples)
     made = f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n"
-    return [made, *next_commands(target, recipe, args.examples)]
+    return [made, *next_commands(target, recipe)]
 
 
 if __name__ == "__main__":
