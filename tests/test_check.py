@@ -303,7 +303,6 @@ def test_the_command_with_its_launcher(tmp_path):
     kept = tmp_path / "runs/check/train"
     assert {path.name for path in kept.iterdir() if path.is_dir()} == {
         "1 process",
-        "yardstick",
         "1 process, killed",
     }
     logs = [(kept / f"1 process, killed.{n}.txt").read_text() for n in (1, 2, 3)]
