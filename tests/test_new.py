@@ -110,6 +110,7 @@ EDITED = ("metrics.add(step, values)", "metrics.add(step, [*values])")
         ("add", [TASK], "ddp", ('"accuracy"', '"a"'), ""),
         ("add", [TASK], "ddp", ("(num_classes=10, z", "(num_classes=9, z"), "build_model of the"),
         ("add", ["ema"], "ddp", ("# =====", "# -----"), "has no shared block"),
+        ("add", ["ema"], "ddp", ('"""Train ', 'text = """Train '), "has no docstring"),
         ("add", ["ema"], "ddp", ("import argparse", "import argparse,"), ""),
     ],
 )

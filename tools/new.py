@@ -180,6 +180,8 @@ def with_docstring(text, file_name, origin, examples):
     """Return a copy whose docstring begins with that of the example with a task, or else with the
     recipe's title and commands, and ends with the other examples' and the origin."""
     before = ast.get_docstring(ast.parse(text))
+    if before is None:
+        raise ValueError("the copy has no docstring, in which its examples are named: write one")
     made = MADE.search(before)
     parents = [*(made[2] or "").split(), *examples] if made else examples
     head, rest = before[: made and made.start()].split("\n\n"), []
