@@ -297,8 +297,6 @@ def test_the_command_with_its_launcher(tmp_path):
     results = json.loads((tmp_path / "runs/check/train.json").read_text())
     killed = results["runs"][-1]
     assert killed["tasks"] == ["step-00000001", "step-00000002", "train"]
-    [checksum] = results["checksum"]
-    assert f" {checksum}: " in (RECIPES / "ddp_cifar.py").read_text()
     assert results["command"][0] == "mine/train.py"
     kept = tmp_path / "runs/check/train"
     assert {path.name for path in kept.iterdir() if path.is_dir()} == {

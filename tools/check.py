@@ -199,11 +199,7 @@ def check(args, directory, console):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "copy",
-        type=lambda x: Path(x).expanduser(),
-        help="a copy of ddp, amp, sharded or pipeline; its flags follow",
-    )
+    add("copy", type=Path, help="a copy of ddp, amp, sharded or pipeline; its flags follow")
     add("--processes", type=int, nargs="+", help="numbers to compare (1, 2 and all GPUs)")
     add("--also", type=Path, nargs="+", default=[], help="other recipes, on two processes")
     add("--kills", type=int, default=1, help="how often SIGKILL ends the killed run (1)")
@@ -211,6 +207,7 @@ def parse_args():
     add("--batch-size", type=int, help="of a microbatch (8; pipeline: 16)")
     add("--global-batch-size", type=int, help="of a step")
     args, flags = parser.parse_known_args()
+    args.copy = args.copy.expanduser()
     for path in (args.copy, *args.also):
         if not path.is_file() or "--checkpoint-every" not in path.read_text():
             parser.error(f"{path} is not a copy of ddp, amp, sharded or pipeline_cifar.py")
@@ -238,11 +235,9 @@ def main():
     directory = results.with_suffix("")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    banner = re.findall(r"^# ==.* ([0-9a-f]{12})\b", args.copy.read_text(), re.MULTILINE)
     content = {"date": str(date.today()), "command": sys.argv[1:], "commit": bench.commit()}
     content |= {"hardware": bench.hardware(), "gpus": args.gpus, "python": sys.version.split()[0]}
-    content |= {"versions": bench.VERSIONS, "checksum": banner}
-    content["runs"] = runs = check(args, directory, console)
+    content |= {"versions": bench.VERSIONS, "runs": (runs := check(args, directory, console))}
     table = Table("run", "compared with", "largest difference", "verdict", box=None)
     for run in runs[1:]:
         worst = max(run["differences"], key=lambda x: x["difference"], default=None)

@@ -12,7 +12,6 @@ example does not fit, and no file is overwritten.
 
 import argparse
 import ast
-import difflib
 import re
 import shlex
 import subprocess
@@ -75,21 +74,18 @@ def definitions(text):
 
 
 def load(name, recipe):
-    """Return the imports of an example, and {name: lines} of what it defines, and of what it
-    imports from another example. What it imports from a recipe is in the copy already."""
-    text = source(name, "py", recipe)
-    lines, defined = [], {}
-    for node, _ in statements(text):
+    """Return the imports of an example, and {name: lines} of what it defines, and of the helpers
+    and what it names of another example. What it imports from a recipe is in the copy already."""
+    lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
+    for node, part in statements(text := source(name, "py", recipe)):
         module = getattr(node, "module", None) or ""
         if module in EXAMPLES:
             more, theirs = load(module, recipe)
             lines += more
-            wanted = [alias.name for alias in node.names]
-            for key in wanted:  # it grows
-                wanted += sorted(names(theirs[key])[1] & theirs.keys() - {*wanted})
-            defined |= {key: part for key, part in theirs.items() if key in wanted}
+            given = {alias.name for alias in node.names}
+            defined |= {key: x for key, x in theirs.items() if key in given or key not in own}
         elif isinstance(node, ast.Import | ast.ImportFrom) and not module.endswith("_cifar"):
-            lines.append(ast.unparse(node))
+            lines.append(part.strip())
     return lines, defined | definitions(text)
 
 
@@ -152,15 +148,9 @@ def unused(text):
 
 
 def unread_flags(text):
-    """Return {flag: statement of `add_flags`} for flags that nothing reads."""
-    function = next(x for x in ast.parse(text).body if getattr(x, "name", "") == "add_flags")
-    calls = [x for x in function.body if isinstance(getattr(x, "value", None), ast.Call)]
-    flags = {call.value.args[0].value: call for call in calls}
-    return {
-        flag: call
-        for flag, call in flags.items()
-        if not re.search(rf"\bargs\.{flag.strip('-').replace('-', '_')}\b", text)
-    }
+    """Return the lines, of one flag each, whose flag nothing reads."""
+    found = re.findall(r'^( +add\("--([\w-]+)", .*\)\n)', text, re.MULTILINE)
+    return {line for line, flag in found if f"args.{flag.replace('-', '_')}" not in text}
 
 
 def without_unused(text, before, shared):
@@ -169,11 +159,9 @@ def without_unused(text, before, shared):
     keep = unused(before) | definitions(shared).keys()
     while gone := unused(text) - keep:
         text = "".join(part for node, part in statements(text) if not gone & {*bound(node)})
-    lines = text.splitlines()
-    for flag, call in reversed(unread_flags(text).items()):
-        if flag not in unread_flags(before):
-            del lines[call.lineno - 1 : call.end_lineno]
-    return "\n".join(lines) + "\n"
+    for line in unread_flags(text) - unread_flags(before):
+        text = text.replace(line, "")
+    return text
 
 
 def with_docstring(text, file_name, origin, examples):
@@ -193,17 +181,14 @@ def with_docstring(text, file_name, origin, examples):
     origin = f"Made from {made[1] if made else origin}{' with ' * bool(parents)}"
     end = textwrap.fill(f"{origin}{', '.join(x.strip(',') for x in parents)}.", 100)
     doc = "\n\n".join([*head, *rest, end])
-    doc = re.sub(
-        r"accelerate launch --config_file \S+/(\d)gpu.yaml", r"torchrun --nproc_per_node \1", doc
-    )
+    launch = r"accelerate launch --config_file \S+/(\d)gpu.yaml"
+    doc = re.sub(launch, r"torchrun --nproc_per_node \1", doc)
     doc = re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", file_name, doc)
-    doc = re.sub(
-        r"^(?=.{101})(    .{60,90}) (--.*)$", r"\1 \\\n        \2", doc, flags=re.MULTILINE
-    )
+    ending = "  # noqa: E501" * any(len(line) > 100 for line in doc.splitlines())
     doc = doc.replace("\\", "\\\\")
     lines = text.splitlines()
     node = ast.parse(text).body[0]
-    lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""'.splitlines()
+    lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.splitlines()
     return "\n".join(lines) + "\n"
 
 
@@ -214,62 +199,49 @@ def tidy(text):
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
 
-def compose(path, target, recipe, examples):
-    """Return the copy at `path`, or a recipe, with examples put in."""
+def compose(path, name, recipe, examples):
+    """Return the copy at `path`, or a recipe, with examples put in, for a file of this name."""
     before = text = path.read_text("utf-8")
     block = parts(path)[2]
-    for name in examples:
-        if name not in EXAMPLES:
-            raise ValueError(f"there is no example {name}\n{titles()}")
-        recipes = description(name)[1]
+    for example in examples:
+        if example not in EXAMPLES:
+            raise ValueError(f"there is no example {example}\n{titles()}")
+        recipes = description(example)[1]
         if recipe not in recipes:
-            raise ValueError(f"{name} is for {', '.join(recipes)}, not for {recipe}")
-        text = put_functions(text, name, recipe)
-        text = apply(text, source(name, "diff", recipe), name)
+            raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
+        text = put_functions(text, example, recipe)
+        text = apply(text, source(example, "diff", recipe), example)
     text = without_unused(text, before, block)
     origin = f"{recipe}_cifar.py (shared infrastructure {checksum(block)})"
-    return tidy(with_docstring(text, shlex.quote(target.name), origin, examples))
+    return tidy(with_docstring(text, shlex.quote(name), origin, examples))
 
 
 def recipe_of(path):
-    """Return the recipe that most lines of a copy are from."""
-    lines = path.read_text("utf-8").splitlines()
-
-    def similarity(recipe):
-        other = RECIPES[recipe].read_text("utf-8").splitlines()
-        return difflib.SequenceMatcher(None, lines, other, autojunk=False).ratio()
-
-    return max(RECIPES, key=similarity)
+    """Return the recipe that has the most lines in common with a copy."""
+    ours = {*path.read_text("utf-8").splitlines()}
+    theirs = {name: {*x.read_text("utf-8").splitlines()} for name, x in RECIPES.items()}
+    return max(theirs, key=lambda name: len(ours & theirs[name]) / len(ours | theirs[name]))
 
 
 def next_commands(path, recipe):
-    """Return the lines that make the data of a copy's task, train it, and check it."""
-    parents = MADE.search(ast.get_docstring(ast.parse(path.read_text("utf-8"))))[2]
-    texts = [x for name in re.findall(r"\w+", parents or "") for x in description(name)[0]]
-    recipes_own = f"    {TRAIN} --data synthetic --model simple_cnn"
-    path = shlex.quote(str(path))
-    task = next((x for x in texts if TRAIN in x), recipes_own).replace("mine.py", path)
-    two = TRAIN.replace("mine.py", path)
-    data, _, flags = task.partition(f"    {two} ")
-    one = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path}"
-    lines = [". .venv/bin/activate", *textwrap.dedent(data).splitlines()]
-    check = f"make check COPY={path} ARGS={shlex.quote(flags)}"
-    return [*lines, f"{two} {flags}", f"{one} {flags} --output-dir runs/other", check]
-
-
-def make(target, recipe, examples):
-    """Write a copy of a recipe with examples. Raise FileExistsError if there is a file."""
-    text = compose(RECIPES[recipe], target, recipe, examples)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "x", encoding="utf-8") as file:
-        file.write(text)
+    """Return the commands of a copy's docstring, and those that train in another way and check."""
+    name, path_ = (shlex.quote(str(x)) for x in (path.name, path))
+    doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))).replace(f" {name} ", f" {path_} ")
+    two = TRAIN.replace("mine.py", path_)
+    data, _, rest = doc.rpartition(f"    {two} ")
+    flags = rest.partition("\n")[0]
+    made = re.findall(r"^    (?!torchrun --nproc_per_node [14])(.*)", data, re.MULTILINE)
+    other = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path_}"
+    check = f"make check COPY={path_} ARGS={shlex.quote(flags)}"
+    train = [f"{two} {flags}", f"{other} {flags} --output-dir runs/other", check]
+    return [". .venv/bin/activate", *made, *train]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("action", choices=("new", "add"))
     parser.add_argument("copy", nargs="?", help="the file")
-    parser.add_argument("--recipe", default="ddp", help=f"{', '.join(RECIPES)} (ddp)")
+    parser.add_argument("--recipe", default="ddp", choices=RECIPES, help="of a new copy (ddp)")
     parser.add_argument("--with", nargs="*", default=[], dest="examples", help="in this order")
     args = parser.parse_args()
     if not args.copy:
@@ -277,12 +249,13 @@ def main():
     target = Path(args.copy).expanduser()
     if args.action == "add":
         recipe = recipe_of(target)
-        write(target, compose(target, target, recipe, args.examples))
+        write(target, compose(target, target.name, recipe, args.examples))
     else:
         recipe = args.recipe
-        if recipe not in RECIPES:
-            raise ValueError(f"there is no recipe {recipe}\n{titles()}")
-        make(target, recipe, args.examples)
+        text = compose(RECIPES[recipe], target.name, recipe, args.examples)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "x", encoding="utf-8") as file:  # "x": none is overwritten
+            file.write(text)
     made = f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n"
     return [made, *next_commands(target, recipe)]
 
