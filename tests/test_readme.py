@@ -203,7 +203,7 @@ def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_example_of_your_own_photos_trains_on_two_processes(tmp_path):
     """Also the names of the metrics are those of the page."""
-    text = new.compose(new.RECIPES["ddp"], tmp_path / "mine.py", "ddp", ["photos"])
+    text = new.compose(new.RECIPES["ddp"], "mine.py", "ddp", ["photos"])
     (tmp_path / "mine.py").write_text(text)
     for index in range(64):
         part = "test" if index % 4 == 0 else "train"
