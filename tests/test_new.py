@@ -42,10 +42,10 @@ def lint(directory):
 def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates(
     recipe, make, tmp_path
 ):
-    """Alone, and all additions together with a task, in any order."""
+    """Each task alone, and all additions together with one, in any order."""
     names = [name for name in RECIPES if recipe in RECIPES[name]]
-    added = [name for name in ADDITIONS if recipe in RECIPES[name]]
-    combinations = [(name,) for name in names]
+    added = [name for name in ADDITIONS if name in names]
+    combinations = [(name,) for name in names if name not in added]
     combinations += [(TASK, *added), (TASK, *reversed(added))]
     for examples in combinations:
         path = tmp_path / f"{'_'.join(examples)[:20]}.py"
