@@ -33,7 +33,7 @@ help:  ## list the targets
 demo: $(READY)  ## train ResNet-50 on two processes with synthetic data, a few minutes
 	rm -rf runs/demo
 	$(LAUNCH)/2gpu.yaml recipes/ddp_cifar.py --data synthetic --stem imagenet --cpu \
-		--epochs 2 --batch-size 32 --lr 0.02 --output-dir runs/demo
+		--epochs 2 --batch-size 32 --output-dir runs/demo
 
 train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARGS="--epochs 100" passes flags on
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \

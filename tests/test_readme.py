@@ -1,6 +1,7 @@
 """The pages are short, and true: sizes, links, flags, commands, excerpts, figures, tests."""
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -262,6 +263,20 @@ def test_make_train_takes_one_global_batch_on_any_number_of_gpus(gpus, tmp_path)
     flags = f"recipes/ddp_cifar.py --global-batch-size {batch} --keep 1"
     assert process.stderr.strip().endswith(flags)
     assert f"--num_processes {gpus} " in process.stderr or processes == 1
+
+
+def test_the_demo_learns_as_the_page_shows():
+    """By the summary.json that `make demo` has written."""
+    summary = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
+    assert summary["test_accuracy"] > 0.95
+    last = "test_loss {test_loss:.3g} test_accuracy {test_accuracy:.3g}".format(**summary)
+    assert code(README, "Quick start")[-1].endswith(last)
+    demo = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    flags = dict(re.findall(r"--([a-z-]+) (\w\S*)", demo.partition(".py")[2]))
+    assert {"epochs", "batch-size", "output-dir"} <= flags.keys()
+    given = {name: summary[name.replace("-", "_")] for name in flags}
+    assert {name: str(x) for name, x in given.items()} == flags
+    assert summary["lr"] == (float(flags["lr"]) if "lr" in flags else 0.1)
 
 
 def test_every_test_file_is_in_the_table_of_behaviours():
