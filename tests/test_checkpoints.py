@@ -34,11 +34,12 @@ def the_error(answer, code=2):
     return line
 
 
-def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(tmp_path):
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar"])
+def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = ["--batch-size", 32, "--checkpoint-every", 1, "--keep", 2]
-    one = {"recipe": "ddp_cifar", "processes": 2, "flags": flags, "grace": 1}
+    flags = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 1, "--keep", 2]
+    one = {"recipe": recipe, "processes": 2, "flags": flags, "grace": 1}
     again = {**one, "directory": killed}
     stopped = {**again, "disturbances": {"0": [1, "SIGTERM"]}, "grace": 30}
     recorded = {**stopped, "save": ["record", tmp_path / "moments"]}

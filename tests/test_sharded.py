@@ -482,3 +482,58 @@ def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_p
     assert_same_lines(tmp_path / "sharded", tmp_path / "ddp", abs=ROUNDING, rel=0)
     losses = [outputs(tmp_path / name)["summary"]["test_loss"] for name in ("sharded", "again")]
     assert losses[0] == pytest.approx(losses[1], abs=ROUNDING), output
+
+
+ANY_STATE = """
+class Nested(torch.optim.Optimizer):
+    \"\"\"Momentum whose state is nested, and has numbers and tensors that are not sharded.\"\"\"
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if parameter.grad is None:
+                continue
+            if not state:
+                zeros = torch.zeros_like(parameter)
+                state["moments"] = {"first": zeros, "more": [zeros.clone(), 0.0, torch.zeros(2)]}
+            first, (slow, scale, plain) = state["moments"].values()
+            first.lerp_(parameter.grad, 0.5)
+            slow.lerp_(first, 0.2)
+            plain += 1
+            state["moments"]["more"][1] = scale + 0.25
+            parameter -= 0.1 * (first + slow) * (1 + scale + plain[0].item() / 8)
+
+
+def make_optimizer(model, args, total_steps):
+    model.blocks[0].bias.requires_grad_(False)
+    optimizer = Nested(model.parameters())
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+"""
+
+
+@pytest.mark.slow
+def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
+    """A nested state of the optimizer, tied and frozen weights, on 1, 2 and 3 processes, which
+    divide 10 rows unevenly."""
+    project = TIED.replace("self.training", "False") + IN_FLOAT64 + ANY_STATE
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=project)
+    flags = ["--global-batch-size", 48, "--batch-size", 48, "--checkpoint-every", 2, "--keep", 9]
+    flags += ["--max-steps", 4]
+    whole = described(tmp_path, script, "whole", 2, *flags)
+    again = {n: described(tmp_path, script, f"again{n}", n, *flags) for n in (1, 2, 3)}
+    succeed(tmp_path, [whole])
+    for n in again:
+        shutil.copytree(tmp_path / "whole/step-00000002", tmp_path / f"again{n}/step-00000002")
+    for output in succeed(tmp_path, list(again.values())):
+        assert "/step-00000002, of 4 steps" in output
+    expected = load_file(tmp_path / "whole/model.safetensors")
+    for n in again:
+        weights = load_file(tmp_path / f"again{n}/model.safetensors")
+        bound = 0 if n == 2 else ROUNDING
+        torch.testing.assert_close(weights, expected, rtol=0, atol=bound)
+    one, other = (checkpoint(tmp_path / x / "step-00000004") for x in ("again2", "whole"))
+    assert_equal(one, other)

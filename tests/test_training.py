@@ -32,6 +32,32 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
             )
 
 
+RANDOM = """
+def build_model(args):
+    layers = [nn.Conv2d(3, 4, 3, stride=2), nn.Dropout(0.5), nn.Tanh(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(196, 10))
+
+
+plain_loss = compute_loss
+
+
+def compute_loss(model, batch):
+    values = plain_loss(model, batch)
+    return {**values, "loss": values["loss"] * torch.rand(len(batch[1]))}
+"""
+
+
+@pytest.mark.slow
+def test_random_numbers_of_a_step_are_the_same_on_any_number_of_processes(tmp_path):
+    """Dropout and a random loss: by step and microbatch, not by rank."""
+    script = copy("ddp_cifar", tmp_path / "m.py", LITTLE_DATA, project=RANDOM + IN_FLOAT64)
+    flags = [*SMALL, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 4]
+    first, *others = train_forked(tmp_path, *((n, script, flags) for n in (1, 2, 4)))
+    weights = load_file(first.weights)
+    for run in others:
+        torch.testing.assert_close(load_file(run.weights), weights, rtol=0, atol=ROUNDING)
+
+
 def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
     """From 2**24 on float32 has every second integer only."""
     row = recipe.sample_rows({"loss": torch.ones(1)})
