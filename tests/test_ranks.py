@@ -1,9 +1,13 @@
-"""All ranks agree on their flags and data. On the checkpoint from which they resume:
-test_checkpoints.py."""
+"""All ranks agree on their flags and data, also many ranks. On the checkpoint from which they
+resume: test_checkpoints.py."""
 
 import re
 
 import pytest
+import ranks
+import torch
+from conftest import ROUNDING_FLOAT32
+from safetensors.torch import load_file
 
 ONE_DIFFERS = """
 if os.environ["RANK"] == "1":
@@ -52,3 +56,17 @@ MACHINES = {"MORE": "--data-dir elsewhere --threads 1 --output-dir ./run", "FEWE
 @pytest.mark.copied("ddp_cifar", project=ONE_DIFFERS, processes=2, env=MACHINES)
 def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
     assert outcome.codes == [0, 0], outcome.output
+
+
+@pytest.mark.slow
+def test_32_ranks_train_as_one_and_stop_together(tmp_path):
+    """After a signal to the last one; each calls the store a number of times that grows linearly,
+    and what is printed does not grow."""
+    steps = ["--max-steps", ranks.STEPS]
+    one, many = (ranks.train("ddp", n, 32, tmp_path / str(n), steps) for n in (1, 32))
+    calls = sorted(rank["calls"] for rank in many[0])
+    assert calls[-2] < 20 and calls[-1] < 20 + 2 * 32 and many[1] == one[1]
+    weights = [load_file(tmp_path / n / "run/model.safetensors") for n in ("1", "32")]
+    torch.testing.assert_close(*weights, rtol=0, atol=ROUNDING_FLOAT32)
+    ranks.train("ddp", 32, 32, tmp_path / "stopped", [], SIGNAL="1")  # exits with 143, all of them
+    assert list(tmp_path.glob("stopped/run/step-*.pt"))
