@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what grows with the number of ranks, on one machine: processes that share its cores.
 
-    python benchmarks/ranks.py --processes 2 8 32 128
+    python benchmarks/ranks.py
     python benchmarks/ranks.py --recipe sharded --processes 8 32 128 -- --replicas 4
 
 The model has 214 parameters, each global batch one sample per rank of the largest run. For each
@@ -120,7 +120,7 @@ def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--recipe", choices=("ddp", "amp", "pipeline", "sharded"), default="ddp")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 8, 32, 128])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("flags", nargs="*", help="the recipe's, behind --")
     args = parser.parse_args()
     batch = max(args.processes)
