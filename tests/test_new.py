@@ -97,7 +97,7 @@ def test_a_path_may_have_spaces_a_tilde_and_new_folders(make, tmp_path, monkeypa
     assert (tmp_path / "a b/c/my own.py").exists()
     quoted = f"'{tmp_path}/a b/c/my own.py'"
     assert f"\npython {quoted} --photos photos " in lines
-    assert "--output-dir runs/other" in lines  # or it would resume the first run
+    assert "--output-dir 'runs/my own-other'" in lines  # or it would resume the first run
     assert f"\nmake check COPY={quoted} ARGS='--photos photos " in lines
 
 

@@ -233,7 +233,11 @@ def next_commands(path, recipe):
     made = re.findall(r"^    (?!torchrun --nproc_per_node [14])(.*)", data, re.MULTILINE)
     other = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path_}"
     check = f"make check COPY={path_} ARGS={shlex.quote(flags)}"
-    train = [f"{two} {flags}", f"{other} {flags} --output-dir runs/other", check]
+    train = [
+        f"{two} {flags}",
+        f"{other} {flags} --output-dir {shlex.quote(f'runs/{path.stem}-other')}",
+        check,
+    ]
     return [". .venv/bin/activate", *made, *train]
 
 
