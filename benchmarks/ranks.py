@@ -2,16 +2,17 @@
 """Measure what grows with the number of ranks, on one machine: processes that share its cores.
 
     python benchmarks/ranks.py
-    python benchmarks/ranks.py --recipe sharded --processes 8 32 128 -- --replicas 4
+    python benchmarks/ranks.py --recipe sharded --processes 32 128 -- --replicas 16
+    python benchmarks/ranks.py --recipe pipeline --processes 2 8 32 128 -- --chunks 2
 
-The model has 214 parameters, each global batch one sample per rank of the largest run. For each
+The model has 284 parameters, each global batch one sample per rank of the largest run. For each
 number of processes it trains four steps, then again until SIGTERM to the last rank. Processes are
 forked after the imports, as in the tests. Prints a table in Markdown, and compares the weights with
 those of the first run. Flags behind `--` are the recipe's.
 
-Columns: seconds from the start to the first step, to the end of four steps, and from a signal to
-the end of the last rank; of a rank, the most: calls of the store (the recipe's own), sockets (two
-per pair and group), open files, MiB of private memory; lines printed.
+Columns: seconds from the start to the first step, of these in the comparisons of ranks (waiting for
+all of them), to the end of four steps, and from a signal to the end of the last rank; of a rank,
+the most: calls of the store (the recipe's own), sockets, open files, MiB of private memory; lines.
 """
 
 import argparse
@@ -37,9 +38,15 @@ def build_model(args):
     )
 """
 INSTRUMENTS = """
-noted = {"start": time.time(), "calls": 0}
+noted = {"start": time.time(), "calls": 0, "compared": 0}
 taken = count(1)
-plain_step, plain_exit, plain_main = train_step, exit_now, main
+plain_step, plain_exit, plain_main, compare = train_step, exit_now, main, exit_if_ranks_differ
+
+
+def exit_if_ranks_differ(*arguments):
+    noted["compared"] -= time.time()
+    compare(*arguments)
+    noted["compared"] += time.time()
 
 
 def counted(method):
@@ -55,10 +62,8 @@ for name in ("get", "set", "add", "check", "wait"):
 
 
 def train_step(*arguments):
-    number = next(taken)
-    if number == 1:
-        noted["first step"] = time.time()
-    if number == STEPS and "SIGNAL" in os.environ:
+    noted.setdefault("first step", time.time())
+    if next(taken) == STEPS and "SIGNAL" in os.environ:
         noted["signal"] = time.time()
         if RANK == WORLD_SIZE - 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -112,8 +117,10 @@ def row(recipe, processes, batch, directory, flags):
     first = max(x["first step"] for x in noted)
     stopped, _ = train(recipe, processes, batch, directory / f"{processes}-s", flags, SIGNAL="1")
     stop = max(x["end"] for x in stopped) - min(x["signal"] for x in stopped)
-    most = [max(x[name] for x in noted) for name in ("calls", "sockets", "files", "memory")]
-    return [processes, *(f"{x:.1f}" for x in (first - start, end - start, stop)), *most, lines]
+    names = ("compared", "calls", "sockets", "files", "memory")
+    compared, *most = (max(x[name] for x in noted) for name in names)
+    seconds = (first - start, compared, end - start, stop)
+    return [processes, *(f"{x:.1f}" for x in seconds), *most, lines]
 
 
 def main():
@@ -124,8 +131,8 @@ def main():
     parser.add_argument("flags", nargs="*", help="the recipe's, behind --")
     args = parser.parse_args()
     batch = max(args.processes)
-    names = ["processes", "to step 1, s", "to the end, s", "a stop, s", "calls of the store"]
-    names += ["sockets", "open files", "private MiB", "lines"]
+    names = ["processes", "to step 1, s", "comparing, s", "to the end, s", "a stop, s"]
+    names += ["calls of the store", "sockets", "open files", "private MiB", "lines"]
     print(f"| {' | '.join(names)} |\n|{' ---: |' * len(names)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)

@@ -18,6 +18,7 @@ import torch
 from conftest import LITTLE_DATA
 from test_check import execute
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import auroc
 import ema
@@ -43,7 +44,7 @@ FLAGS = "--cpu --max-steps 5 --epochs 4".split()
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
 OURS += "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)))("
-# In Python up to 3.11.7, a worker's fork can deadlock: docs/failures.md.
+# Before Python 3.11.10, a worker's fork can deadlock: docs/failures.md.
 WITHOUT_WORKERS = [(', "persistent_workers": True', ""), ('"num_workers": 2', '"num_workers": 0')]
 LLAMA = [('size": 128, "', 'size": 32, "'), ('layers": 4', 'layers": 1')]
 SMALLER = {
@@ -206,6 +207,14 @@ def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
         assert lengths[epoch[:80]].float().mean() == pytest.approx(101, rel=0.5), "in any order"
         seen |= {*epoch.tolist()}
     assert len(seen) == 2005, "each epoch leaves out others"
+
+
+def test_persistent_workers_see_the_order_of_each_epoch():
+    samples = order.Ordered(range(20), 0, order.by_shard, torch.arange(20) // 5, 8)
+    loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
+    for epoch in range(3):
+        samples.set_epoch(epoch)
+        assert torch.cat(list(loader)).tolist() == list(samples)
 
 
 def test_any_window_of_a_mixture_has_the_shares_of_its_weights():

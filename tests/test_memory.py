@@ -118,7 +118,7 @@ HEAD = """
 def build_model(args):
     layers = [nn.Sequential(nn.Flatten(), nn.Linear(3072, 32))]
     layers += [nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True)) for _ in range(6)]
-    return nn.Sequential(*layers, nn.ReLU6(), nn.Linear(32, 50_000), nn.Identity())
+    return nn.Sequential(*layers, nn.ReLU6(), nn.Linear(32, 200_000), nn.Identity())
 """
 
 

@@ -150,7 +150,8 @@ def unused(text):
 def unread_flags(text):
     """Return the lines, of one flag each, whose flag nothing reads."""
     found = re.findall(r'^( +add\("--([\w-]+)", .*\)\n)', text, re.MULTILINE)
-    return {line for line, flag in found if f"args.{flag.replace('-', '_')}" not in text}
+    names = set(re.findall(r"\bargs\.(\w+)", text))
+    return {line for line, flag in found if flag.replace("-", "_") not in names}
 
 
 def without_unused(text, before, shared):
@@ -160,7 +161,7 @@ def without_unused(text, before, shared):
     while gone := unused(text) - keep:
         text = "".join(part for node, part in statements(text) if not gone & {*bound(node)})
     for line in unread_flags(text) - unread_flags(before):
-        text = text.replace(line, "")
+        text = text if line in shared else text.replace(line, "")
     return text
 
 
@@ -224,21 +225,18 @@ def recipe_of(path):
 
 
 def next_commands(path, recipe):
-    """Return the commands of a copy's docstring, and those that train in another way and check."""
-    name, path_ = (shlex.quote(str(x)) for x in (path.name, path))
-    doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))).replace(f" {name} ", f" {path_} ")
-    two = TRAIN.replace("mine.py", path_)
-    data, _, rest = doc.rpartition(f"    {two} ")
-    flags = rest.partition("\n")[0]
-    made = re.findall(r"^    (?!torchrun --nproc_per_node [14])(.*)", data, re.MULTILINE)
-    other = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path_}"
-    check = f"make check COPY={path_} ARGS={shlex.quote(flags)}"
-    train = [
-        f"{two} {flags}",
-        f"{other} {flags} --output-dir {shlex.quote(f'runs/{path.stem}-other')}",
-        check,
-    ]
-    return [". .venv/bin/activate", *made, *train]
+    """Return the lines that make the data of a copy's task, train it in two ways, and check it."""
+    parents = MADE.search(ast.get_docstring(ast.parse(path.read_text("utf-8"))))[2]
+    texts = [x for name in re.findall(r"\w+", parents or "") for x in description(name)[0]]
+    recipes_own = f"    {TRAIN} --data synthetic --model simple_cnn"
+    other, path = (shlex.quote(str(x)) for x in (f"runs/{path.stem}-other", path))
+    task = next((x for x in texts if TRAIN in x), recipes_own).replace("mine.py", path)
+    two = TRAIN.replace("mine.py", path)
+    data, _, flags = task.rpartition(f"    {two} ")
+    one = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path}"
+    lines = [". .venv/bin/activate", *textwrap.dedent(data).splitlines()]
+    check = f"make check COPY={path} ARGS={shlex.quote(flags)}"
+    return [*lines, f"{two} {flags}", f"{one} {flags} --output-dir {other}", check]
 
 
 def main():
