@@ -227,7 +227,7 @@ def main():
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 6f4dbf50a906: identical in all recipes
+# ===================================== shared infrastructure 9db27848a8ed: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death it is another
@@ -718,20 +718,20 @@ class HangDetector:
     def watch(self):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
-        main_thread = threading.main_thread().ident
         while idle < self.timeout:
             before = self.progress
             if self.closed.wait(tick):
                 return
-            frames = traceback.walk_stack(sys._current_frames()[main_thread])
+            frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
             codes = [frame.f_code for frame, _ in frames]  # not the frames: they keep their tensors
             stalls = self.progress == before and Checkpoints.save.__code__ not in codes
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
-            self.report(sys._current_frames()[main_thread])
+            self.report(sys._current_frames()[threading.main_thread().ident])
             self.name_the_rank()
-        time.sleep(2 * tick)  # until all have printed
+            self.store.wait(["named"])
+        time.sleep(2 * tick)  # until all read it
         exit_now(1)
 
     def report(self, frame):
@@ -761,8 +761,8 @@ class HangDetector:
             first = min(reports.values())[:2]
             stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
             files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
-            named = ", ".join(stalled[:8])
-            say(f"error: no step for {self.timeout:g} s because of {named}{files}")
+            say(f"error: no step for {self.timeout:g} s because of {', '.join(stalled[:8])}{files}")
+            self.store.set("named", "")
 
 
 def say(message):
