@@ -1,5 +1,5 @@
 """Each example trains: composed by `make new`, with additions, it passes `make check` on the data
-that the commands in its docstring make. What it computes is compared with references."""
+that the commands in its docstring make. What they compute: test_examples.py."""
 
 import os
 import re
@@ -14,16 +14,8 @@ import bench
 import check
 import new
 import pytest
-import torch
 from conftest import LITTLE_DATA
 from test_check import execute
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
-
-import auroc
-import ema
-import gan
-import order
 
 pytestmark = pytest.mark.slow
 
@@ -133,99 +125,3 @@ def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():
     for name in additions:
         tried = {recipe for task, recipe in COPIES if name in added(task, recipe)}
         assert tried == {*RECIPES[name]}, name
-
-
-def test_an_average_of_weights_is_that_of_a_sum_in_float64():
-    """Of the trained parameters; and what is saved is the average."""
-    model = torch.nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    average = ema.Average(model)
-    expected = model.weight.detach().double().clone()
-    for step in range(1, 30):
-        average.use(False)
-        model.weight.data += torch.randn(2, 3)
-        decay = min(0.999, (step + 1) / (step + 10))
-        expected = decay * expected + (1 - decay) * model.weight.detach().double()
-        average.update(step)
-        average.use()
-    torch.testing.assert_close(model.weight.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_auroc_is_the_share_of_pairs_in_the_right_order():
-    scores = torch.randint(5, (90,)).float()
-    positive = torch.rand(90) < 0.3
-    pairs = scores[positive][:, None] - scores[~positive]
-    exact = ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
-    assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
-
-
-def test_both_players_of_the_gan_have_their_own_gradients():
-    game, images = gan.Game(), torch.randn(4, 3, 32, 32)
-    torch.manual_seed(3)
-    gan.compute_loss(game, (images, None))["loss"].mean().backward()
-    torch.manual_seed(3)
-    made = game.generator(torch.randn(4, gan.LATENT))
-    losses = {
-        game.generator: F.softplus(-game.critic(made)).mean(),
-        game.critic: (F.softplus(-game.critic(images)) + F.softplus(game.critic(made))).mean(),
-    }
-    for player, loss in losses.items():
-        weights = [*player.parameters()]
-        exact = torch.autograd.grad(loss, weights, retain_graph=True)
-        torch.testing.assert_close([x.grad for x in weights], [*exact])
-
-
-def in_order(name, *arguments):
-    """The indices of five epochs."""
-    samples = order.Ordered(range(9999), 0, getattr(order, name), *arguments)
-    epochs = []
-    for epoch in range(5):
-        samples.set_epoch(epoch)
-        epochs.append(torch.tensor(list(samples)))
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 5
-    return epochs
-
-
-def test_shards_are_read_one_after_the_other_and_shuffled_within_a_buffer():
-    shard = torch.arange(5).repeat_interleave(torch.tensor([7, 40, 1, 22, 30]))
-    buffers = (in_order("by_shard", shard, size) for size in (16, 1))
-    for shuffled, epoch in zip(*buffers, strict=True):
-        assert epoch.sort().values.tolist() == list(range(100))
-        assert len(shard[epoch].unique_consecutive()) == 5, "one after the other"
-        assert (shard[epoch].diff().ne(0) | epoch.diff().eq(1)).all(), "each from its begin"
-        for part, plain in zip(shuffled.split(16), epoch.split(16), strict=True):
-            assert {*part.tolist()} == {*plain.tolist()} and not torch.equal(part, plain)
-
-
-def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
-    lengths = 1 + torch.arange(2005) * 7 % 2005 // 10
-    seen = set()
-    for epoch in in_order("by_length", lengths, 8):
-        assert len(epoch) == len(epoch.unique()) == 2000
-        widths = lengths[epoch].view(-1, 8)
-        assert lengths[epoch].sum() > 0.95 * 8 * widths.amax(1).sum(), "hardly any padding"
-        assert lengths[epoch[:80]].float().mean() == pytest.approx(101, rel=0.5), "in any order"
-        seen |= {*epoch.tolist()}
-    assert len(seen) == 2005, "each epoch leaves out others"
-
-
-def test_persistent_workers_see_the_order_of_each_epoch():
-    samples = order.Ordered(range(20), 0, order.by_shard, torch.arange(20) // 5, 8)
-    loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
-    for epoch in range(3):
-        samples.set_epoch(epoch)
-        assert torch.cat(list(loader)).tolist() == list(samples)
-
-
-def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
-    first, sizes, shares = (0, 50, 450), (50, 400, 1000), (0.5, 0.3, 0.2)
-    for epoch in in_order("mixture", sizes, shares, 1000):
-        for begin, size, share in zip(first, sizes, shares, strict=True):
-            chosen = (begin <= epoch) & (epoch < begin + size)
-            passes = epoch[chosen].split(size)
-            assert all(len(part.unique()) == len(part) for part in passes), "all before one again"
-            counts = chosen.cumsum(0)
-            assert counts[-1] == 1000 * share
-            for window in (7, 32, 250):
-                error = counts[window:] - counts[:-window] - share * window
-                assert error.abs().max() <= 1 + share * (len(sizes) - 2) + 1e-9

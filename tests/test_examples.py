@@ -1,0 +1,277 @@
+"""What the examples compute, against independent references. That their copies train:
+test_adapting.py."""
+
+import json
+from copy import deepcopy
+from types import SimpleNamespace
+
+import peft
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import SMALL, train_forked
+from PIL import Image
+from safetensors.torch import save_file
+from test_adapting import make
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import auroc
+import contrastive
+import diffusion
+import distillation
+import ema
+import fine_tune
+import gan
+import lora
+import order
+import second_optimizer
+import segmentation
+import table
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_average_of_weights_is_that_of_a_sum_in_float64():
+    """Of the trained parameters; and what is saved is the average."""
+    model = torch.nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    average = ema.Average(model)
+    expected = model.weight.detach().double().clone()
+    for step in range(1, 30):
+        average.use(False)
+        model.weight.data += torch.randn(2, 3)
+        decay = min(0.999, (step + 1) / (step + 10))
+        expected = decay * expected + (1 - decay) * model.weight.detach().double()
+        average.update(step)
+        average.use()
+    torch.testing.assert_close(model.weight.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_auroc_is_the_share_of_pairs_in_the_right_order():
+    scores = torch.randint(5, (90,)).float()
+    positive = torch.rand(90) < 0.3
+    pairs = scores[positive][:, None] - scores[~positive]
+    exact = ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
+    assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
+
+
+def test_both_players_of_the_gan_have_their_own_gradients():
+    game, images = gan.Game(), torch.randn(4, 3, 32, 32)
+    torch.manual_seed(3)
+    gan.compute_loss(game, (images, None))["loss"].mean().backward()
+    torch.manual_seed(3)
+    made = game.generator(torch.randn(4, gan.LATENT))
+    losses = {
+        game.generator: F.softplus(-game.critic(made)).mean(),
+        game.critic: (F.softplus(-game.critic(images)) + F.softplus(game.critic(made))).mean(),
+    }
+    for player, loss in losses.items():
+        weights = [*player.parameters()]
+        exact = torch.autograd.grad(loss, weights, retain_graph=True)
+        torch.testing.assert_close([x.grad for x in weights], [*exact])
+
+
+def in_order(name, *arguments):
+    """The indices of five epochs."""
+    samples = order.Ordered(range(9999), 0, getattr(order, name), *arguments)
+    epochs = []
+    for epoch in range(5):
+        samples.set_epoch(epoch)
+        epochs.append(torch.tensor(list(samples)))
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 5
+    return epochs
+
+
+def test_shards_are_read_one_after_the_other_and_shuffled_within_a_buffer():
+    shard = torch.arange(5).repeat_interleave(torch.tensor([7, 40, 1, 22, 30]))
+    buffers = (in_order("by_shard", shard, size) for size in (16, 1))
+    for shuffled, epoch in zip(*buffers, strict=True):
+        assert epoch.sort().values.tolist() == list(range(100))
+        assert len(shard[epoch].unique_consecutive()) == 5, "one after the other"
+        assert (shard[epoch].diff().ne(0) | epoch.diff().eq(1)).all(), "each from its begin"
+        for part, plain in zip(shuffled.split(16), epoch.split(16), strict=True):
+            assert {*part.tolist()} == {*plain.tolist()} and not torch.equal(part, plain)
+
+
+def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
+    lengths = 1 + torch.arange(2005) * 7 % 2005 // 10
+    seen = set()
+    for epoch in in_order("by_length", lengths, 8):
+        assert len(epoch) == len(epoch.unique()) == 2000
+        widths = lengths[epoch].view(-1, 8)
+        assert lengths[epoch].sum() > 0.95 * 8 * widths.amax(1).sum(), "hardly any padding"
+        assert lengths[epoch[:80]].float().mean() == pytest.approx(101, rel=0.5), "in any order"
+        seen |= {*epoch.tolist()}
+    assert len(seen) == 2005, "each epoch leaves out others"
+
+
+def test_persistent_workers_see_the_order_of_each_epoch():
+    samples = order.Ordered(range(20), 0, order.by_shard, torch.arange(20) // 5, 8)
+    loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
+    for epoch in range(3):
+        samples.set_epoch(epoch)
+        assert torch.cat(list(loader)).tolist() == list(samples)
+
+
+def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
+    first, sizes, shares = (0, 50, 450), (50, 400, 1000), (0.5, 0.3, 0.2)
+    for epoch in in_order("mixture", sizes, shares, 1000):
+        for begin, size, share in zip(first, sizes, shares, strict=True):
+            chosen = (begin <= epoch) & (epoch < begin + size)
+            passes = epoch[chosen].split(size)
+            assert all(len(part.unique()) == len(part) for part in passes), "all before one again"
+            counts = chosen.cumsum(0)
+            assert counts[-1] == 1000 * share
+            for window in (7, 32, 250):
+                error = counts[window:] - counts[:-window] - share * window
+                assert error.abs().max() <= 1 + share * (len(sizes) - 2) + 1e-9
+
+
+def test_distillation_is_the_papers_loss():
+    ours, theirs, labels = torch.randn(6, 10).double(), torch.randn(6, 10).double(), torch.arange(6)
+    batch = None, torch.cat((labels[:, None], theirs), dim=1)
+    loss = distillation.compute_loss(lambda images: ours, batch)["loss"]
+    p, q = (logits.div(4).softmax(1) for logits in (theirs, ours))
+    of_labels = -ours.softmax(1)[labels, labels].log()
+    exact = 0.1 * of_labels + 0.9 * 16 * (p * (p / q).log()).sum(1)
+    torch.testing.assert_close(loss, exact)
+
+
+def test_a_view_has_to_find_its_partner_among_all_views_but_itself():
+    outputs = torch.randn(8, 5).double()
+    values = contrastive.compute_loss(lambda views: outputs, (torch.rand(4, 3, 8, 8), None))
+    views = F.normalize(outputs)
+    losses, found = [], []
+    for i, view in enumerate(views):
+        shares = {j: torch.exp(view @ x / 0.5) for j, x in enumerate(views) if j != i}
+        losses.append(-torch.log(shares[(i + 4) % 8] / sum(shares.values())))
+        found.append(max(shares, key=shares.get) == (i + 4) % 8)
+    torch.testing.assert_close(values["loss"], torch.stack(losses).view(2, 4).mean(0))
+    assert values["accuracy"].tolist() == [(found[i] + found[i + 4]) / 2 for i in range(4)]
+
+
+def test_diffusion_makes_the_image_whose_noise_the_model_knows(tmp_path):
+    of_image, of_noise = diffusion.mixture(torch.linspace(0, 1, 9))
+    torch.testing.assert_close(of_image**2 + of_noise**2, torch.ones(9, 1, 1, 1))
+    assert of_image[0] == 1 and of_noise[0] == 0
+
+    def exact_noise(x, time):
+        of_image, of_noise = diffusion.mixture(time)
+        return (x - of_image * 0.5) / of_noise
+
+    here = SimpleNamespace(device="cpu", is_main_process=True)
+    args = SimpleNamespace(seed=0, output_dir=tmp_path)
+    diffusion.save_samples(here, exact_noise, args, steps=2)
+    colors = {color for _, color in Image.open(tmp_path / "samples.png").getcolors()}
+    gray = round((0.5 + 2) / 4 * 255)
+    assert colors == {(0, 0, 0), (gray, gray, gray)}, "between the images, and each of them"
+
+
+def test_the_mean_iou_is_that_of_all_pixels_that_count():
+    logits, labels = torch.randn(9, 4, 5, 5), torch.randint(3, (9, 5, 5))
+    labels[torch.rand(9, 5, 5) < 0.4] = 255
+    labels[0] = 255
+    values = segmentation.compute_loss(lambda images: logits, (None, labels))
+    weight = values.pop("weight")
+    test = {f"test_{x}": (y * weight).sum() / weight.sum() for x, y in values.items()}
+    truth, found = labels[labels != 255], logits.argmax(1)[labels != 255]
+    pairs = [(truth == c, found == c) for c in range(4)]
+    ious = [(x & y).sum().item() / (x | y).sum().item() for x, y in pairs]
+    assert float(segmentation.mean_iou(test, 4)) == pytest.approx(sum(ious) / 4)
+    exact = F.cross_entropy(logits.double(), labels, ignore_index=255).item()
+    assert float(test["test_loss"]) == pytest.approx(exact)
+
+
+def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    trained = lora.with_lora(deepcopy(plain))
+    lora.leave_out_frozen(trained)
+    for parameter in trained.parameters():
+        parameter.data += torch.randn_like(parameter) * parameter.requires_grad
+    assert all(".lora_" in name for name in trained.state_dict()), "no frozen weights"
+    save_file(trained.state_dict(), tmp_path / "model.safetensors")
+    lora.save_adapter(SimpleNamespace(is_main_process=True), tmp_path)
+    inputs = torch.randn(5, 4)
+    expected = plain(inputs)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path)(inputs)
+    torch.testing.assert_close(loaded, trained(inputs))
+    assert not torch.allclose(loaded, expected)
+
+
+def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
+    columns = {name: torch.randn(40).double().numpy() * 3 + 5 for name in "yab"}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9)
+    args.output_dir = tmp_path
+    loaders = table.load_data(args, SimpleNamespace(device="cpu", is_main_process=True))
+    rows = torch.cat([loader.dataset.values for loader in loaders])
+    assert [len(loader.dataset) for loader in loaders] == [36, 4]
+    torch.testing.assert_close(rows[:36].mean(0), torch.zeros(3))
+    saved = json.loads((tmp_path / "columns.json").read_text())
+    assert saved["names"] == ["a", "b", "y"], "the target at the end"
+    rows = rows.double() * torch.tensor(saved["std"]) + torch.tensor(saved["mean"])
+    expected = torch.stack([torch.tensor(columns[name]) for name in "aby"], dim=1)
+    by_target = [x[x[:, 2].argsort()] for x in (rows, expected)]
+    torch.testing.assert_close(*by_target, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
+    """Also their shapes on the meta device."""
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "num_attention_heads": 2}
+    saved = LlamaForCausalLM(LlamaConfig(intermediate_size=8, **size)).bfloat16()
+    saved.save_pretrained(tmp_path)
+    args = SimpleNamespace(base=tmp_path)
+    weights = fine_tune.build_model(args).state_dict()
+    expected = {name: x.float() for name, x in saved.state_dict().items()}
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    with torch.device("meta"):
+        shapes = fine_tune.build_model(args).state_dict()
+    assert {name: (x.shape, x.dtype) for name, x in shapes.items()} == {
+        name: (x.shape, x.dtype) for name, x in expected.items()
+    }
+
+
+def test_two_optimizers_as_one_step_as_each_alone():
+    """Also after their state was saved and loaded."""
+    torch.manual_seed(0)
+    start = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3))
+    args = SimpleNamespace(lr=1e-2)
+    weights = []
+    for joint in (True, False):
+        model = deepcopy(start)
+        one, _ = second_optimizer.make_two_optimizers(model, args, 9)
+        for step in range(6):
+            model(torch.arange(5)).square().sum().backward()
+            for optimizer in [one] if joint else one.both:
+                optimizer.step()
+            model.zero_grad()
+            if joint and step == 2:
+                state = deepcopy(one.state_dict())
+                one, _ = second_optimizer.make_two_optimizers(model, args, 9)
+                one.load_state_dict(state)
+        weights.append(model.state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
+    """The training stops after two evaluations without a lower loss."""
+    (tmp_path / "run").mkdir()
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "best_weights", "trace")
+    script.write_text(script.read_text().replace("PATIENCE = 5", "PATIENCE = 2"))
+    flags = [*SMALL, "--batch-size", 64, "--epochs", 9, "--lr", 2]
+    (run,) = train_forked(tmp_path, (1, script, flags))
+    losses = [line["test_loss"] for line in run.evaluations]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 3 < 9 and run.summary["test_loss"] == losses[-1] != losses[best]
+    evaluate = [*SMALL, "--epochs", 0, "--weights", run.directory / "best.safetensors"]
+    (again,) = train_forked(tmp_path / "run", (1, script, evaluate))
+    assert again.summary["test_loss"] == losses[best]
+    events = json.loads((run.directory / "trace-0.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {x for x in names if x.startswith("ProfilerStep")} == {
+        f"ProfilerStep#{n}" for n in (7, 8, 9)
+    }
