@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -243,15 +242,3 @@ def answers(program, counts, directory):
     for codes, output in forked(runs, directory, together=2, **PROGRAMS):
         assert set(codes) == {0}, output
     return {processes: json.loads(path.read_text()) for processes, path in paths.items()}
-
-
-def the_error_line(process):
-    """The one line by which a recipe exits with an error: no traceback, and no second line."""
-    assert process.returncode != 0
-    lines = [line for line in process.stderr.splitlines() if re.match(r"[\w.-]+: error: ", line)]
-    assert len(lines) == 1, process.stdout + process.stderr
-    assert "Traceback" not in process.stdout + process.stderr.partition(lines[0])[0]
-    assert "]: Traceback" not in process.stderr, (
-        f"of a rank that waited for another\n{process.stderr}"
-    )
-    return lines[0]

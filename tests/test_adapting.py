@@ -59,7 +59,7 @@ FLAGS_OF = {
     "fine_tune": ["--length", "32"],
     "mixture": ["--length", "32"],
 }
-IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.parquet", "torch.profiler"]
+IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 
 
 def added(task, recipe):

@@ -74,7 +74,7 @@ def checked(tmp_path, monkeypatch, capsys):
 
 GOOD = {  # flags, processes of the runs
     "ddp": (["--processes", "1", "2", "4", "--also", "sharded.py"], [1, 1, 2, 4, 2, 2]),
-    "amp": (["--precision", "bf16"], [1, 1, 2, 2]),
+    "amp": (["--precision", "bf16", "--kills", "2"], [1, 1, 2, 2]),
     "sharded": (["--precision", "bf16"], [1, 1, 2, 2]),
     "pipeline": (["--batch-size", "16"], [2, 2, 4, 4]),
 }
@@ -92,7 +92,7 @@ def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
     assert {x["against"] for x in (yardstick, *more)} == {reference["name"]}
     assert {x["verdict"] for x in more} <= {"the same", "bit for bit"}
     assert killed["verdict"] == "bit for bit" and killed["against"] == more[0]["name"]
-    assert killed["tasks"] == ["step-00000002", "train"]
+    assert killed["tasks"][recipe == "amp" :] == ["step-00000002", "train"]
     for way in (yardstick, *more, killed):
         found = {(x["metric"], x["step"]): x["difference"] for x in way["differences"]}
         names = ("loss", "accuracy", "noise", "grad_norm", "learning_rate")
@@ -227,8 +227,9 @@ def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_o
 
 
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
-    rows = re.findall(r'^- .*: (docs/\w+\.md), "(.*)"$', check.CAUSES, re.MULTILINE)
-    assert len(rows) == check.CAUSES.count("\n- ") == 5
+    page = (ROOT / "benchmarks/README.md").read_text()
+    rows = re.findall(r'^- .*: (docs/\w+\.md), "(.*)"$', page, re.MULTILINE)
+    assert len(rows) == 5
     for page, row in rows:
         assert re.search(rf"^\| [`]?{re.escape(row)}", (ROOT / page).read_text(), re.MULTILINE), row
     assert check.MEASURED == MEASURED | {"event", "epoch", "step"}
@@ -285,24 +286,24 @@ def test_processes_and_batches(recipe, gpus, flags, processes, batch, total, mon
 
 @pytest.mark.slow
 def test_the_command_with_its_launcher(tmp_path):
-    """A run is killed twice; --keep leaves the runs; a copy may import what is beside it."""
+    """--keep leaves the runs; a copy may import what is beside it."""
     project = f"import beside\n{MODEL}"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/beside.py").write_text("")
     copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=project)
     command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--keep"]
-    process = run([*command, "--processes", 1, "--kills", 2], cwd=tmp_path)
+    process = run([*command, "--processes", 1], cwd=tmp_path)
     lines = [line.split() for line in process.stdout.splitlines()]
     assert [*"1 process, killed 1 process 0, loss, step 1 bit for bit".split()] in lines
     results = json.loads((tmp_path / "runs/check/train.json").read_text())
     killed = results["runs"][-1]
-    assert killed["tasks"] == ["step-00000001", "step-00000002", "train"]
+    assert killed["tasks"] == ["step-00000002", "train"]
     assert results["command"][0] == "mine/train.py"
     kept = tmp_path / "runs/check/train"
     assert {path.name for path in kept.iterdir() if path.is_dir()} == {
         "1 process",
         "1 process, killed",
     }
-    logs = [(kept / f"1 process, killed.{n}.txt").read_text() for n in (1, 2, 3)]
-    assert ["resuming from" in log for log in logs] == [False, True, True]
-    assert ["Signal 9 (SIGKILL)" in log for log in logs] == [True, True, False]
+    logs = [(kept / f"1 process, killed.{n}.txt").read_text() for n in (1, 2)]
+    assert ["resuming from" in log for log in logs] == [False, True]
+    assert ["Signal 9 (SIGKILL)" in log for log in logs] == [True, False]

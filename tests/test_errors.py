@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, SMALL, Exit, forked, load, run, the_error_line
+from conftest import ROOT, SMALL, Exit, forked, load
 from safetensors.torch import save_file
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
@@ -41,10 +41,13 @@ def test_a_launcher_that_is_told_to_use_the_cpu_is_heard(monkeypatch):
         assert args.cpu == (value == "true")
 
 
-@pytest.mark.parametrize("directory", [f"{RECIPE}/runs", "/proc/nowhere"])
-def test_an_output_directory_that_cannot_be_written_is_one_line(directory):
-    process = run([sys.executable, RECIPE, *SMALL, "--output-dir", directory], check=False)
-    assert process.returncode == 1 and directory in the_error_line(process)
+def test_an_output_directory_that_cannot_be_written_is_one_line(tmp_path):
+    one = {"processes": 1, "script": RECIPE, "directory": tmp_path}
+    directories = [f"{RECIPE}/runs", "/proc/nowhere"]
+    runs = [{**one, "flags": [*SMALL, "--output-dir", directory]} for directory in directories]
+    for directory, (codes, output) in zip(directories, forked(runs, tmp_path), strict=True):
+        (line,) = output.splitlines()
+        assert codes == [1] and line.startswith("ddp_cifar: error: ") and directory in line
 
 
 @pytest.fixture

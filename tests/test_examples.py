@@ -5,7 +5,6 @@ import json
 from copy import deepcopy
 from types import SimpleNamespace
 
-import peft
 import pyarrow.parquet
 import pytest
 import torch
@@ -15,16 +14,13 @@ from safetensors.torch import save_file
 from test_adapting import make
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import auroc
 import contrastive
 import diffusion
 import distillation
 import ema
-import fine_tune
 import gan
-import lora
 import order
 import second_optimizer
 import segmentation
@@ -185,6 +181,10 @@ def test_the_mean_iou_is_that_of_all_pixels_that_count():
 
 
 def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
+    import peft  # here, as it takes seconds, which other files' tests would take, too
+
+    import lora
+
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     trained = lora.with_lora(deepcopy(plain))
@@ -220,6 +220,10 @@ def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
 
 def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     """Also their shapes on the meta device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import fine_tune
+
     size = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "num_attention_heads": 2}
     saved = LlamaForCausalLM(LlamaConfig(intermediate_size=8, **size)).bfloat16()
     saved.save_pretrained(tmp_path)

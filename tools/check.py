@@ -45,13 +45,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
-CAUSES = """Known causes, and the page and the row that have the remedy:
-- random numbers of an own generator, or by rank: docs/data.md, "No generator of a dataset's own"
-- a counter or other Python state: docs/adapting.md, "more state in the checkpoint"
-- only grad_norm, or ranks drift; DDP is bypassed: docs/failures.md, "ranks [1] have other weights"
-- a loss over the batch, such as with negatives in it: docs/adapting.md, "in-batch negatives"
-- BatchNorm, or other buffers that training changes and reads: docs/adapting.md, "SyncBatchNorm"
-"""
+CAUSES = "Known causes and their remedies: benchmarks/README.md, make check"
 
 
 def run_copy(task, copy, *flags):

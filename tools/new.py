@@ -168,7 +168,8 @@ def without_unused(text, before, shared):
 def with_docstring(text, file_name, origin, examples):
     """Return a copy whose docstring begins with that of the example with a task, or else with the
     recipe's title and commands, and ends with the other examples' and the origin."""
-    before = ast.get_docstring(ast.parse(text))
+    module = ast.parse(text)
+    before = ast.get_docstring(module)
     if before is None:
         raise ValueError("the copy has no docstring, in which its examples are named: write one")
     made = MADE.search(before)
@@ -188,7 +189,7 @@ def with_docstring(text, file_name, origin, examples):
     ending = "  # noqa: E501" * any(len(line) > 100 for line in doc.splitlines())
     doc = doc.replace("\\", "\\\\")
     lines = text.splitlines()
-    node = ast.parse(text).body[0]
+    node = module.body[0]
     lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.splitlines()
     return "\n".join(lines) + "\n"
 

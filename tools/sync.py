@@ -21,12 +21,10 @@ def check_unedited(path, banner, block, newest):
     """Raise ValueError if a block is not that of its checksum, or has none: edits would be lost."""
     if block == newest or checksum(block) in banner:
         return
-    remedy = f"paste that of {REFERENCE.name} over it, and define what you changed below it"
-    if not re.search(" [0-9a-f]{12}:", banner):
-        raise ValueError(f"{path}: its shared block is too old to have a checksum: {remedy}")
     texts = [x.splitlines(keepends=True) for x in (block, newest)]
     sys.stdout.writelines(difflib.unified_diff(*texts, str(path), REFERENCE.name))
-    raise ValueError(f"{path}: its shared block was edited, as shown above: {remedy}")
+    remedy = f"paste that of {REFERENCE.name} over it, and define what you changed below it"
+    raise ValueError(f"{path}: its shared block was edited, or is too old: {remedy}")
 
 
 def updated(path, banner, newest):
