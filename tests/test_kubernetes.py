@@ -106,14 +106,12 @@ def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine
 
 @pytest.mark.slow
 @needs_pods
-def test_exit_status_2_ends_the_job_after_one_try(tmp_path):
-    """With that a recipe ends after its error line: test_errors.py."""
-    (directory := tmp_path / "volume/recipes").mkdir(parents=True)
-    (directory / "ddp_cifar.py").write_text("raise SystemExit(2)")
-    with Job(edited(), tmp_path / "volume") as job:
+def test_a_wrong_flag_ends_the_job_after_one_try_with_a_line_that_names_it(tmp_path):
+    with Job(edited("--epochs=-1"), volume(tmp_path / "volume")) as job:
         logs = job.until_over()
     assert job.status == "Failed" and (2, "FailJob") in [one[1:] for one in job.tries], logs
     assert [index for index, *_ in sorted(job.tries)] == [0, 1], "one try of each pod"
+    assert "ddp_cifar: error: argument --epochs: -1" in logs
 
 
 @pytest.mark.slow

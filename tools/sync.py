@@ -35,16 +35,12 @@ def updated(path, banner, newest):
     (ours, _), (known, _) = names(reference), imports(reference)
     undefined = names(before + newest + rest)[1]
     added = sorted(known[name] for name in undefined & known.keys())
-    replaced = (names(newest)[0] - names(old)[0]) & names(before)[0]
+    twice = (names(newest)[0] - names(old)[0]) & names(before)[0]
     # Only names that the recipes know: a star import may define others.
     undefined = (undefined - known.keys()) & (ours | names(old)[0] | names(newest)[1])
-    for found, remedy in (
-        (replaced, "rename these, the newest shared block would replace them"),
-        (undefined & ours, f"copy these from {REFERENCE.name} to below the shared block"),
-        (undefined - ours, f"the newest shared block lacks these, see diff {REFERENCE} {path}"),
-    ):
-        if found:
-            raise ValueError(f"{path}: {remedy}: {', '.join(sorted(found))}")
+    if found := ", ".join(sorted(twice | undefined)):
+        what = "with the newest shared block these are defined twice, or nowhere"
+        raise ValueError(f"{path}: {what}: {found}: see diff {REFERENCE} {path}")
     lines, last = before.split("\n"), imports(before)[1]
     lines[last:last] = added
     return "\n".join(lines) + banner + newest + rest, added
