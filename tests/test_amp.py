@@ -11,7 +11,7 @@ recipe = load("recipes/amp_cifar.py", exits=True)
 
 
 def test_a_training_in_bf16_follows_that_in_fp32_and_fp32_is_that_of_ddp(tmp_path):
-    flags = ["--max-steps", 5]
+    flags = ["--max-steps", 5, "--batch-size", 32]
     runs = [(2, "amp_cifar", [*flags, "--precision", x]) for x in ("fp32", "bf16")]
     fp32, bf16, ddp = train_forked(tmp_path, *runs, (2, "ddp_cifar", flags))
     for precision, result in (("fp32", fp32), ("bf16", bf16)):

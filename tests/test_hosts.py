@@ -12,6 +12,7 @@ import pytest
 from conftest import (
     ACCELERATE,
     IN_FLOAT64,
+    LITTLE_DATA,
     PROGRAMS,
     ROOT,
     ROUNDING,
@@ -85,7 +86,7 @@ def trained(hosts, tmp_path_factory):
     line += ["--num_processes", 2, "--main_process_ip", address]
     line += ["--main_process_port", free_port()]
     ports = json.dumps([free_port(), None if problem else free_port()])
-    scripts = [copy(x, directory / f"{x}.py", project=IN_FLOAT64) for x in RECIPES]
+    scripts = [copy(x, directory / f"{x}.py", LITTLE_DATA, project=IN_FLOAT64) for x in RECIPES]
     running = []
     for rank, prefix in enumerate(prefixes):
         command = list(map(str, [*prefix, *line, "--machine_rank", rank, __file__, ports]))

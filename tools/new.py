@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parts, write
@@ -51,7 +51,7 @@ def titles():
     )
 
 
-@cache  # parsing takes the time
+@lru_cache(16)  # parsing takes the time
 def statements(text):
     """Return [(node, its lines, with the comments above it)] of a module."""
     lines = text.splitlines(keepends=True)

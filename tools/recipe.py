@@ -6,7 +6,7 @@ import builtins
 import hashlib
 import re
 import symtable
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ def checksum(text):
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-@cache  # for new.py, which asks statement by statement
+@lru_cache(1000)  # for new.py, which asks statement by statement
 def names(text):
     """Return the names that a module binds, and those that it uses and does not bind."""
     module = symtable.symtable(text, "", "exec")
