@@ -1,11 +1,11 @@
 """What the examples compute, against independent references. That their copies train:
 test_adapting.py."""
 
+import importlib
 import json
 from copy import deepcopy
 from types import SimpleNamespace
 
-import pyarrow.parquet
 import pytest
 import torch
 from conftest import SMALL, train_forked
@@ -23,10 +23,13 @@ import ema
 import gan
 import order
 import second_optimizer
-import segmentation
-import table
 
 pytestmark = pytest.mark.slow
+
+
+def imported(*names):
+    """Return modules that take seconds. Imported above, they would also for other files' tests."""
+    return [importlib.import_module(name) for name in names]
 
 
 def test_an_average_of_weights_is_that_of_a_sum_in_float64():
@@ -166,6 +169,7 @@ def test_diffusion_makes_the_image_whose_noise_the_model_knows(tmp_path):
 
 
 def test_the_mean_iou_is_that_of_all_pixels_that_count():
+    (segmentation,) = imported("segmentation")
     logits, labels = torch.randn(9, 4, 5, 5), torch.randint(3, (9, 5, 5))
     labels[torch.rand(9, 5, 5) < 0.4] = 255
     labels[0] = 255
@@ -181,10 +185,7 @@ def test_the_mean_iou_is_that_of_all_pixels_that_count():
 
 
 def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
-    import peft  # here, as it takes seconds, which other files' tests would take, too
-
-    import lora
-
+    peft, lora = imported("peft", "lora")
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     trained = lora.with_lora(deepcopy(plain))
@@ -202,8 +203,9 @@ def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
 
 
 def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
+    pyarrow, parquet, table = imported("pyarrow", "pyarrow.parquet", "table")
     columns = {name: torch.randn(40).double().numpy() * 3 + 5 for name in "yab"}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9)
     args.output_dir = tmp_path
     loaders = table.load_data(args, SimpleNamespace(device="cpu", is_main_process=True))
@@ -220,12 +222,10 @@ def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
 
 def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     """Also their shapes on the meta device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import fine_tune
-
+    transformers, fine_tune = imported("transformers", "fine_tune")
     size = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "num_attention_heads": 2}
-    saved = LlamaForCausalLM(LlamaConfig(intermediate_size=8, **size)).bfloat16()
+    config = transformers.LlamaConfig(intermediate_size=8, **size)
+    saved = transformers.LlamaForCausalLM(config).bfloat16()
     saved.save_pretrained(tmp_path)
     args = SimpleNamespace(base=tmp_path)
     weights = fine_tune.build_model(args).state_dict()
