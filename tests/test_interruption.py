@@ -271,7 +271,7 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_pa
 
 def test_the_launcher_restarts_a_run_whose_rank_stalls_to_the_same_end(tmp_path):
     """In step 13; a checkpoint every 5 steps."""
-    flags = ["--batch-size", 32, "--checkpoint-every", 5, "--hang-timeout", 6]
+    flags = ["--batch-size", 32, "--checkpoint-every", 5, "--hang-timeout", 8]
     common = {"recipe": "ddp_cifar", "processes": 2, "flags": flags}
     disturbed = {**common, "directory": tmp_path / "disturbed"}
     disturbed["disturbances"] = {"1": [13, "stall"]}
@@ -284,7 +284,7 @@ def test_the_launcher_restarts_a_run_whose_rank_stalls_to_the_same_end(tmp_path)
     )
     begins = re.findall('"resumed_from": ([0-9]+)', restarted.stdout)
     assert begins == ["0", "10", "10"], "at the start of each attempt, and in the results"
-    assert restarted.stderr.count("no step for 6 s because of rank 1 on") == 1, restarted.stderr
+    assert restarted.stderr.count("no step for 8 s because of rank 1 on") == 1, restarted.stderr
     name = f"step-{STEPS:08}.pt"
     whole, disturbed = (content(tmp_path / run / name) for run in ("whole", "disturbed"))
     assert_identical(whole, disturbed)

@@ -17,10 +17,9 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from functools import lru_cache
 from pathlib import Path
 
-from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parts, write
+from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parsed, parts, write
 
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
@@ -51,11 +50,10 @@ def titles():
     )
 
 
-@lru_cache(16)  # parsing takes the time
 def statements(text):
     """Return [(node, its lines, with the comments above it)] of a module."""
     lines = text.splitlines(keepends=True)
-    nodes = ast.parse(text).body
+    nodes = parsed(text).body
     ends = [0, *(node.end_lineno for node in nodes)]
     return [(x, "".join(lines[i : x.end_lineno])) for x, i in zip(nodes, ends, strict=False)]
 
@@ -114,7 +112,7 @@ def put_functions(text, name, recipe):
 
 def place(text, path):
     """Return the first and the last line of a function, "Class" or "Class.method", or None."""
-    body = ast.parse(text).body
+    body = parsed(text).body
     for name in path.split("."):
         node = next((x for x in body if getattr(x, "name", "") == name), None)
         if node is None:
@@ -168,8 +166,7 @@ def without_unused(text, before, shared):
 def with_docstring(text, file_name, origin, examples):
     """Return a copy whose docstring begins with that of the example with a task, or else with the
     recipe's title and commands, and ends with the other examples' and the origin."""
-    module = ast.parse(text)
-    before = ast.get_docstring(module)
+    before = ast.get_docstring(parsed(text))
     if before is None:
         raise ValueError("the copy has no docstring, in which its examples are named: write one")
     made = MADE.search(before)
@@ -189,7 +186,7 @@ def with_docstring(text, file_name, origin, examples):
     ending = "  # noqa: E501" * any(len(line) > 100 for line in doc.splitlines())
     doc = doc.replace("\\", "\\\\")
     lines = text.splitlines()
-    node = module.body[0]
+    node = parsed(text).body[0]
     lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.splitlines()
     return "\n".join(lines) + "\n"
 

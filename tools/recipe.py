@@ -32,6 +32,11 @@ def checksum(text):
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@lru_cache(16)  # parsing takes the time
+def parsed(text):
+    return ast.parse(text)
+
+
 @lru_cache(1000)  # for new.py, which asks statement by statement
 def names(text):
     """Return the names that a module binds, and those that it uses and does not bind."""
@@ -48,12 +53,12 @@ def names(text):
 def imports(text):
     """Return {name: the line that imports it}, and the number of the last line of the imports."""
     lines, last = {}, 0
-    for node in ast.parse(text).body:
+    for node in parsed(text).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             last = node.end_lineno
             for alias in node.names:
-                node.names = [alias]
-                lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(node)
+                one = type(node)(**{**vars(node), "names": [alias]})
+                lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(one)
     return lines, last
 
 
