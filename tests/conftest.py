@@ -113,7 +113,8 @@ def pytest_collection_finish():
 def fork_server():
     program = [sys.executable, ROOT / "tests/programs/forked.py"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(program, env={**os.environ, **PROGRAMS}, **pipes)
+    environment = {**os.environ, **PROGRAMS, "FORK_SERVER": "1"}
+    return subprocess.Popen(program, env=environment, **pipes)
 
 
 one_request = threading.Lock()

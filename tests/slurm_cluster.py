@@ -1,6 +1,7 @@
 """A Slurm cluster of nodes on this machine, from Debian's packages: for test_slurm.py."""
 
 import contextlib
+import itertools
 import os
 import random
 import secrets
@@ -63,16 +64,20 @@ PartitionName=gpu Nodes={gpu_nodes}
 """
 
 
+# Until a port is used, nobody else may choose it: each of pytest's workers, and each server that one
+# starts, has a range of its own, below the ports that the kernel hands out.
+RANGE = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + ("FORK_SERVER" in os.environ)
+numbers = itertools.count(secrets.randbelow(1000))
+
+
 def free_ports(count):
-    """Below those that the kernel hands out: until it is used, nobody else gets such a port by
-    asking for any."""
-    found = set()
+    found = []
     while len(found) < count:
-        port = 4000 + secrets.randbelow(8000)
+        port = 4000 + 1000 * (RANGE % 8) + next(numbers) % 1000
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
-            found.add(port)
-    return list(found)
+            found.append(port)
+    return found
 
 
 class Cluster:
