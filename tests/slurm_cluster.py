@@ -64,8 +64,8 @@ PartitionName=gpu Nodes={gpu_nodes}
 """
 
 
-# Until a port is used, nobody else may choose it: each of pytest's workers, and each server that one
-# starts, has a range of its own, below the ports that the kernel hands out.
+# Until a port is used, nobody else may choose it: each of pytest's workers, and its server, has a
+# range of its own, below the ports that the kernel hands out.
 RANGE = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + ("FORK_SERVER" in os.environ)
 numbers = itertools.count(secrets.randbelow(1000))
 
