@@ -121,6 +121,7 @@ one_request = threading.Lock()
 
 
 def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries warn that it was not freed
     if fork_server.cache_info().currsize:
         fork_server().communicate()
 
