@@ -66,14 +66,16 @@ PartitionName=gpu Nodes={gpu_nodes}
 
 # Until a port is used, nobody else may choose it: each of pytest's workers, and its server, has a
 # range of its own, below the ports that the kernel hands out.
-RANGE = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + ("FORK_SERVER" in os.environ)
-numbers = itertools.count(secrets.randbelow(1000))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+WIDTH = 4000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+FIRST_PORT = 4000 + WIDTH * (2 * WORKER + ("FORK_SERVER" in os.environ))
+numbers = itertools.count(secrets.randbelow(WIDTH))
 
 
 def free_ports(count):
     found = []
     while len(found) < count:
-        port = 4000 + 1000 * (RANGE % 8) + next(numbers) % 1000
+        port = FIRST_PORT + next(numbers) % WIDTH
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             found.append(port)

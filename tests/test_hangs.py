@@ -136,7 +136,7 @@ CASES = {  # (processes, recipe, where it stalls, how, the function that is name
     "stalls in a pipeline": (4, "pipeline_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
     "stalls while the others wait for its shard": (2, "sharded_cifar", IN_EVALUATION, SLEEP, "log"),
     "stalls in a worker": (2, "pipeline_cifar", IN_WORKER, SLEEP, "timed_next"),
-    "is stopped": (2, "amp_cifar", IN_COMPUTE_LOSS, STOP, None),
+    "is stopped, of four": (4, "pipeline_cifar", IN_COMPUTE_LOSS, STOP, None),
     "calls a collective alone": (2, "ddp_cifar", ONE_SIDED, "", None),
     "stalls while another one runs ahead": (2, "ddp_cifar", RUNS_AHEAD, SLEEP, "train_step"),
     "stalls in training, of nine": (9, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),

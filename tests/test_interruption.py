@@ -53,8 +53,7 @@ CASES = {
 
 def interrupted(case, directory):
     """Start a run that would take minutes and interrupt it when it trains. Return the exit code of
-    the launcher, the checkpoints, and everything that was printed while somebody
-    read it."""
+    the launcher, the checkpoints, and everything that was printed while somebody read it."""
     launcher, _ = CASES[case]
     script, metrics, log = RECIPE, directory / "run/metrics.jsonl", directory / "log"
     if "each process" in case:
@@ -269,22 +268,22 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_pa
         assert codes == [0] and output.count("error: --output-dir run is in use") == 1, output
 
 
-def test_the_launcher_restarts_a_run_whose_rank_stalls_to_the_same_end(tmp_path):
-    """In step 13; a checkpoint every 5 steps."""
-    flags = ["--batch-size", 32, "--checkpoint-every", 5, "--hang-timeout", 8]
+def test_the_launcher_restarts_a_run_whose_rank_is_killed_or_stalls_to_the_same_end(tmp_path):
+    """First a rank is killed in step 13, then one stalls there; a checkpoint every 5 steps."""
+    flags = ["--batch-size", 32, "--checkpoint-every", 5, "--hang-timeout", 10]
     common = {"recipe": "ddp_cifar", "processes": 2, "flags": flags}
-    disturbed = {**common, "directory": tmp_path / "disturbed"}
-    disturbed["disturbances"] = {"1": [13, "stall"]}
+    disturbances = {"1": [13, "SIGKILL"], "1.1": [3, "stall"]}
+    disturbed = {**common, "directory": tmp_path / "disturbed", "disturbances": disturbances}
     ((codes, output),) = forked([{**common, "directory": tmp_path / "whole"}], tmp_path)
     assert codes == [0, 0], output
     program = ROOT / "tests/programs/disturbed_training.py"
     restarted = run(
-        [*LAUNCH, CONFIGS[2], "--max_restarts", 1, program, json.dumps(disturbed, default=str)],
+        [*LAUNCH, CONFIGS[2], "--max_restarts", 2, program, json.dumps(disturbed, default=str)],
         **PROGRAMS,
     )
     begins = re.findall('"resumed_from": ([0-9]+)', restarted.stdout)
-    assert begins == ["0", "10", "10"], "at the start of each attempt, and in the results"
-    assert restarted.stderr.count("no step for 8 s because of rank 1 on") == 1, restarted.stderr
+    assert begins == ["0", "10", "10", "10"], "at the start of each attempt, and in the results"
+    assert restarted.stderr.count("no step for 10 s because of rank 1 on") == 1, restarted.stderr
     name = f"step-{STEPS:08}.pt"
     whole, disturbed = (content(tmp_path / run / name) for run in ("whole", "disturbed"))
     assert_identical(whole, disturbed)

@@ -111,7 +111,9 @@ def test_a_wrong_flag_ends_the_job_after_one_try_with_a_line_that_names_it(tmp_p
         logs = job.until_over()
     assert job.status == "Failed" and (2, "FailJob") in [one[1:] for one in job.tries], logs
     assert [index for index, *_ in sorted(job.tries)] == [0, 1], "one try of each pod"
-    assert "ddp_cifar: error: argument --epochs: -1" in logs
+    # The pod that fails first ends the other one, perhaps before its line.
+    said = [x.read_text().count("argument --epochs: -1") for x in job.directory.glob("*.log")]
+    assert max(said) == 1, logs
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited,
     assert [OLD in changed[1], NEW in changed[0], len(changed)] == [True, True, 2]
     process, before, after = project(edited, f" {checksum(parts(REFERENCE)[2])}:", ":", copy)
     assert process.returncode != 0 and before == after
-    assert f"{edited}: its shared block was edited, or is too old" in process.stderr
+    assert f"{edited}: its shared block was edited, or is too old, as shown above" in process.stderr
 
 
 def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(project, tmp_path):

@@ -208,9 +208,11 @@ def build_model(args):
 
 @pytest.mark.slow
 def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
-    cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache", "TORCHINDUCTOR_COMPILE_THREADS": 1}
-    cache["TORCHINDUCTOR_VEC_ISA_OK"] = 0  # trying instruction sets takes longer than compiling
-    cache = {name: str(value) for name, value in cache.items()}
+    cache = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
+    }
     flags = [*SMALL, "--max-steps", 3, "--batch-size", 16]
     script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
     compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}

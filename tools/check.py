@@ -238,7 +238,7 @@ def main():
         found = worst and f"{worst['difference']:.1g}, {worst['metric']}, step {worst['step']}"
         table.add_row(run["name"], run["against"], found, run["verdict"])
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
-    causes = [CAUSES] * bool(problems)
+    causes = [CAUSES] if problems and runs[1:] else []
     console.print(table, *problems, *causes, sep="\n", soft_wrap=True)
     results.write_text(json.dumps(content, indent=1, default=str) + "\n")
     subprocess.run([sys.executable, bench.ROOT / "docs/pictures/draw.py", results])

@@ -32,7 +32,7 @@ def checksum(text):
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-@lru_cache(16)  # parsing takes the time
+@lru_cache(16)  # parsing takes the time, a tree the memory
 def parsed(text):
     return ast.parse(text)
 

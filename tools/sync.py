@@ -23,8 +23,9 @@ def check_unedited(path, banner, block, newest):
         return
     texts = [x.splitlines(keepends=True) for x in (block, newest)]
     sys.stdout.writelines(difflib.unified_diff(*texts, str(path), REFERENCE.name))
+    why = "its shared block was edited, or is too old, as shown above"
     remedy = f"paste that of {REFERENCE.name} over it, and define what you changed below it"
-    raise ValueError(f"{path}: its shared block was edited, or is too old: {remedy}")
+    raise ValueError(f"{path}: {why}: {remedy}")
 
 
 def updated(path, banner, newest):
