@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
@@ -71,13 +72,26 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
 
 
 def outputs(directory):
-    lines = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
-    return {
-        "summary": json.loads(Path(directory, "summary.json").read_text()),
-        "train": [line for line in lines if line["event"] == "train"],
-        "evaluations": [line for line in lines if line["event"] == "evaluation"],
-        "weights": Path(directory, "model.safetensors"),
-    }
+    """What a training has left: its lines, its summary, its weights."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return SimpleNamespace(
+        directory=directory,
+        summary=json.loads((directory / "summary.json").read_text()),
+        train=[line for line in lines if line["event"] == "train"],
+        evaluations=[line for line in lines if line["event"] == "evaluation"],
+        weights=load_file(directory / "model.safetensors"),
+    )
+
+
+def assert_same_training(ours, theirs, atol, ignored=()):
+    """Two trainings have the same weights, and the same lines but for what is measured."""
+    for lines, expected in ((ours.train, theirs.train), (ours.evaluations, theirs.evaluations)):
+        for line, other in zip(lines, expected, strict=True):
+            for name in other.keys() - {*MEASURED, *ignored}:
+                same = line[name] == other[name] or abs(line[name] - other[name]) <= atol
+                assert same, f"{name} {line[name]} and {other[name]} in step {other['step']}"
+    assert theirs.train, "nothing was trained"
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=atol)
 
 
 def free_port():
@@ -142,23 +156,24 @@ def forked(runs, directory, together=1, imports=(), **env):
 
 
 def train_forked(directory, *runs, together=2, **env):
-    """[output, directory and files] of several trainings (processes, recipe, flags), without a
+    """Outputs of several trainings (processes, recipe, flags), and what they printed, without a
     launcher; {...} at the end of one is for programs/forked.py. A recipe's name stands for its
     training on an eighth of the synthetic data, and a path is run as it is."""
     described = []
     for index, (processes, recipe, flags, *more) in enumerate(runs):
         one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags]}
         one |= {"plain": True, "directory": Path(directory, str(index))}
+        one |= more[0] if more else {}
         if isinstance(recipe, Path):
-            one["directory"].mkdir()
+            one["directory"].mkdir(exist_ok=True)
             one |= {"script": recipe, "flags": [*one["flags"], "--output-dir", "."]}
-        described.append({**one, **(more[0] if more else {})})
-    answers = forked(described, directory, together, **env)
+        described.append(one)
     results = []
+    answers = forked(described, directory, together, **env)
     for one, (codes, output) in zip(described, answers, strict=True):
         assert set(codes) == {0}, output
-        left = outputs(one["directory"])
-        results.append(SimpleNamespace(output=output, directory=one["directory"], **left))
+        results.append(outputs(one["directory"]))
+        results[-1].output = output
     return results
 
 
@@ -239,13 +254,14 @@ def outcome(request, copies):
     return copies[request.node.name]
 
 
-def answers(program, counts, directory):
-    """{processes: the JSON that a program under tests/programs writes}, all side by side."""
-    paths = {processes: Path(directory, f"{program}-{processes}.json") for processes in counts}
+def answers(program, directory, cases, **env):
+    """{case: the JSON that a program under tests/programs writes}, for {case: (processes, flags of
+    the program)}, two at a time."""
     common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
     runs = [
-        {**common, "processes": processes, "flags": [path]} for processes, path in paths.items()
+        {**common, "processes": processes, "flags": [f"{case}.json", *flags]}
+        for case, (processes, *flags) in cases.items()
     ]
-    for codes, output in forked(runs, directory, together=2, **PROGRAMS):
+    for codes, output in forked(runs, directory, together=2, **PROGRAMS, **env):
         assert set(codes) == {0}, output
-    return {processes: json.loads(path.read_text()) for processes, path in paths.items()}
+    return {case: json.loads(Path(directory, f"{case}.json").read_text()) for case in cases}

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Exit, load, train_forked
-from safetensors.torch import load_file
 
 recipe = load("recipes/amp_cifar.py", exits=True)
 
@@ -20,7 +19,7 @@ def test_a_training_in_bf16_follows_that_in_fp32_and_fp32_is_that_of_ddp(tmp_pat
         assert losses == pytest.approx(expected, abs=0.01)
         told = result.summary["precision"], result.summary["precision_chosen"]
         assert told == (precision, "by --precision")
-        assert all(value.dtype == torch.float32 for value in load_file(result.weights).values())
+        assert all(value.dtype == torch.float32 for value in result.weights.values())
 
 
 @pytest.fixture

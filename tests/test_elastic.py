@@ -9,16 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from conftest import PROGRAMS, ROUNDING, forked, free_port, wait_until
-from safetensors.torch import load_file
-from test_resume import begin_of
+from conftest import (
+    PROGRAMS,
+    ROUNDING,
+    assert_same_training,
+    free_port,
+    outputs,
+    train_forked,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 
 STEPS = 30
 FLAGS = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5, "--epochs", 3]
-FLAGS += ["--keep", 9, "--lr", 0.02]
+FLAGS += ["--keep", 9, "--lr", 0.02, "--log-every", 1]
 RUN = {"recipe": "ddp_cifar", "plain": True, "in_float64": True, "flags": FLAGS}
 # The defaults are 30 s for others to come, and 3 x 5 s until a machine that is silent is left out.
 IMPATIENT = "last_call_timeout=15,keep_alive_interval=1"
@@ -69,13 +74,8 @@ def test_one_of_two_machines_dies_and_comes_back_and_the_run_ends_like_one_that_
             machine.kill()
     logs = [machine.log.read_text() for machine in machines]
     assert [machine.launcher.returncode for machine in machines] == [0, -9, 0], logs
-    ((codes, output),) = forked(
-        [{**RUN, "processes": 2, "directory": tmp_path / "whole"}], tmp_path
-    )
-    assert codes == [0, 0] and begin_of(output) == 0, output
-
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDING)
+    (whole,) = train_forked(tmp_path, (2, "ddp_cifar", FLAGS, {"in_float64": True}))
+    assert_same_training(outputs(tmp_path / "run"), whole, ROUNDING)
     # The ranks of each start, and the steps from which they continued.
     begins = sorted(path.name for path in tmp_path.glob("run/start-*"))
     assert begins[:2] == ["start-0001-0-of-2", "start-0001-1-of-2"], begins

@@ -1,13 +1,12 @@
 """The recipes on one or two GPUs, launched by torchrun. On a machine without a GPU only the last
 test runs, which then counts the values that a step reads from its tensors."""
 
-import json
 import re
 import shutil
 import sys
 
 import pytest
-from conftest import GPUS, PROGRAMS, ROOT, SMALL, VISIBLE, forked, outputs, run, train_forked
+from conftest import GPUS, ROOT, SMALL, VISIBLE, answers, outputs, run, train_forked
 
 PROCESSES = min(2, GPUS)
 SYNTHETIC = SMALL[:-1]  # without --cpu
@@ -27,12 +26,12 @@ def on_gpus(recipe, directory, *flags):
     process = run([*command, *flags, "--output-dir", directory], **VISIBLE)
     assert not re.search(r"warn|\[W", process.stderr, re.IGNORECASE), process.stderr
     result = outputs(directory)
-    assert result["summary"]["device"] != "cpu"
+    assert result.summary["device"] != "cpu"
     return result
 
 
 def losses(result):
-    return [line["loss"] for line in result["train"]]
+    return [line["loss"] for line in result.train]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,6 @@ def on_cpu(tmp_path_factory):
     """The training of one process on CPU, which has learned something."""
     run = (1, ROOT / "recipes/ddp_cifar.py", [*SMALL, *TRAINING, "--batch-size", 64])
     (result,) = train_forked(tmp_path_factory.mktemp("cpu"), run)
-    result = vars(result)
     assert losses(result)[0] - losses(result)[-1] > 0.05, "equal losses would prove nothing"
     return result
 
@@ -60,8 +58,7 @@ def on_cpu(tmp_path_factory):
 def test_training_on_gpus_follows_the_training_on_cpu(on_cpu, recipe, flags, tmp_path):
     result = on_gpus(recipe, tmp_path, *flags)
     assert losses(result) == pytest.approx(losses(on_cpu), abs=0.03)  # TF32, bf16 or fp16
-    test_loss = result["summary"]["test_loss"]
-    assert test_loss == pytest.approx(on_cpu["summary"]["test_loss"], abs=0.03)
+    assert result.summary["test_loss"] == pytest.approx(on_cpu.summary["test_loss"], abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +76,11 @@ def test_a_run_on_gpus_resumes_where_it_was(recipe, flags, tmp_path):
     for newest in tmp_path.glob("step-00000012*"):  # a file or, sharded, a folder
         shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
     resumed = on_gpus(recipe, tmp_path, *flags)
-    assert resumed["summary"]["resumed_from"] == 6
+    assert resumed.summary["resumed_from"] == 6
     assert losses(resumed)[:6] == losses(whole)[:6]
     assert losses(resumed) == pytest.approx(losses(whole), abs=0.01)
     if "fp16" in flags:
-        scales = [[line["loss_scale"] for line in run["train"]] for run in (resumed, whole)]
+        scales = [[line["loss_scale"] for line in run.train] for run in (resumed, whole)]
         assert scales[0] == scales[1] and scales[0][0] > 1
 
 
@@ -94,19 +91,14 @@ def test_a_compiled_model_trains_and_evaluates_the_same_on_gpus(tmp_path):
     eager = on_gpus("ddp_cifar", tmp_path / "eager", *flags)
     compiled = on_gpus("ddp_cifar", tmp_path / "compiled", *flags, "--compile")
     assert losses(compiled) == pytest.approx(losses(eager), abs=0.03)
-    test_losses = [result["summary"]["test_loss"] for result in (compiled, eager)]
-    assert test_losses[0] == pytest.approx(test_losses[1], abs=0.03)
+    assert compiled.summary["test_loss"] == pytest.approx(eager.summary["test_loss"], abs=0.03)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs(1))])
 def test_the_host_waits_for_the_device_in_no_step_but_for_the_scale_in_fp16(device, tmp_path):
-    program = {"script": ROOT / "tests/programs/host_waits.py", "directory": tmp_path}
-    program["processes"] = 2 if device == "cpu" else PROCESSES
+    processes, visible = (2, {}) if device == "cpu" else (PROCESSES, VISIBLE)
     waits = {"fp32": 0, "fp16": 1} if device == "cpu" else {"fp32": 0, "bf16": 0, "fp16": 1}
-    runs = [{**program, "flags": [f"{x}.json", device, x]} for x in waits]
-    environment = {**PROGRAMS, **(VISIBLE if device == "cuda" else {})}
-    for codes, output in forked(runs, tmp_path, 2, **environment):
-        assert set(codes) == {0}, output
-    for precision, per_step in waits.items():
-        counted = json.loads((tmp_path / f"{precision}.json").read_text())
-        assert counted == {"three steps": 3 * per_step, "a line": 1}, precision
+    cases = {precision: (processes, device, precision) for precision in waits}
+    assert answers("host_waits", tmp_path, cases, **visible) == {
+        precision: {"three steps": 3 * waits[precision], "a line": 1} for precision in waits
+    }

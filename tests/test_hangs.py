@@ -205,7 +205,7 @@ def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
     """Loading data and saving take longer than the timeout, and so does an evaluation."""
     (codes, output), script = stalled["is slow"]
     assert codes == [0, 0] and ": error: " not in output, output
-    first, second = outputs(script.parent / "run")["train"]
+    first, second = outputs(script.parent / "run").train
     assert second["time"] - first["time"] > second["seconds"] + 2.5 * TIMEOUT
 
 

@@ -16,13 +16,13 @@ from conftest import (
     PROGRAMS,
     ROOT,
     ROUNDING,
+    assert_same_training,
     copy,
-    forked,
     free_port,
     outputs,
+    train_forked,
     wait_until,
 )
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def hosts(tmp_path_factory):
 def trained(hosts, tmp_path_factory):
     """Two hosts train a pipeline, whose stages are on different hosts, and then ddp until no packet
     arrives any more: both run and hold their connections open, but none hears of the other. Return
-    their directories and what they printed, and the pipeline that one host has trained."""
+    the outputs of their pipeline and of one that one host trains; exit codes; what they printed."""
     (address, prefixes, problem), directory = hosts, tmp_path_factory.mktemp("trained")
     line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
     line += ["--num_processes", 2, "--main_process_ip", address]
@@ -95,9 +95,7 @@ def trained(hosts, tmp_path_factory):
             environment["GLOO_SOCKET_IFNAME"] = "eth7"
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         running.append(subprocess.Popen(command, cwd=directory, env=environment, **pipes))
-    one = {"processes": 2, "script": scripts[0], "directory": directory}
-    ((codes, output),) = forked([{**one, "flags": [*FLAGS, "--output-dir", "one"]}], directory)
-    assert codes == [0, 0], output
+    (one,) = train_forked(directory, (2, scripts[0], FLAGS))
     metrics = directory / "runs/ddp_cifar/metrics.jsonl"
     try:
         if not problem:
@@ -110,16 +108,15 @@ def trained(hosts, tmp_path_factory):
     finally:
         for host in running:
             host.kill()
-    return directory, [host.returncode for host in running], printed
+    ours = outputs(directory / "runs/pipeline_cifar")
+    return ours, one, [host.returncode for host in running], printed
 
 
 def test_two_hosts_train_like_one(hosts, trained):
-    directory, codes, printed = trained
+    ours, one, codes, printed = trained
     assert hosts[2] is None or codes == [0, 0], printed
-    ours, theirs = (outputs(directory / path) for path in ("runs/pipeline_cifar", "one"))
-    assert ours["summary"]["world_size"] == theirs["summary"]["world_size"] == 2
-    ours, theirs = load_file(ours["weights"]), load_file(theirs["weights"])
-    assert max((ours[name] - value).abs().max() for name, value in theirs.items()) < ROUNDING
+    assert ours.summary["world_size"] == 2
+    assert_same_training(ours, one, ROUNDING)
     assert printed[0].count("step 4/4 epoch 1 loss") == 1 and "step 4/4" not in printed[1]
 
 
@@ -128,7 +125,7 @@ def test_a_host_whose_packets_are_lost_is_named_by_the_other(hosts, trained):
     _, prefixes, problem = hosts
     if problem:
         pytest.skip(problem)
-    _, codes, printed = trained
+    *_, codes, printed = trained
     assert 0 not in codes, printed
     first, second = (prefix[3] for prefix in prefixes)
     said = f"ddp_cifar: error: no step for 6 s because of rank 1 on {second} (no report)"

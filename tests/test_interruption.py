@@ -16,17 +16,18 @@ import pytest
 from conftest import (
     ACCELERATE,
     CONFIGS,
-    LITTLE_DATA,
     PROGRAMS,
     ROOT,
     SMALL,
+    assert_same_training,
     copy,
+    described_copy,
     forked,
     outputs,
     run,
     wait_until,
 )
-from test_resume import STEPS, assert_identical, begin_of, content, untimed
+from test_resume import STEPS, assert_identical, begin_of, content
 
 pytestmark = pytest.mark.slow
 
@@ -120,17 +121,6 @@ def test_a_run_saves_and_stops_when(interruptions, case):
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 
-def little(tmp_path, name, project, *flags, replacements=(), **more):
-    """A copy of the recipe, named like it, on little data; its output is in NAME/run."""
-    directory = tmp_path / name
-    directory.mkdir()
-    script = copy(
-        "ddp_cifar", directory / "ddp_cifar.py", LITTLE_DATA, *replacements, project=project
-    )
-    flags = [*SMALL, "--log-every", 1, "--output-dir", "run", *flags]
-    return {"processes": 1, "script": script, "directory": directory, "flags": flags, **more}
-
-
 CTRL_C = """
 def compute_loss(model, batch):
     os.kill(os.getpid(), signal.SIGINT)
@@ -141,7 +131,8 @@ def compute_loss(model, batch):
 
 
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):
-    ((codes, output),) = forked([little(tmp_path, "stuck", CTRL_C)], tmp_path)
+    stuck = described_copy(tmp_path / "stuck", "ddp_cifar", project=CTRL_C)
+    ((codes, output),) = forked([stuck], tmp_path)
     assert codes == [-signal.SIGQUIT], output
     assert output.count("SIGINT: stopping after the next step (Ctrl-\\ aborts)\n") == 1
     assert "which is saved" not in output and not list(tmp_path.glob("stuck/run/*.pt"))
@@ -164,9 +155,11 @@ def compute_loss(model, batch):
 
 
 def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(tmp_path):
-    flags = ["--batch-size", 4, "--max-steps", 4]
-    whole = little(tmp_path, "whole", IN_EVALUATION, *flags, processes=2)
-    stopped = little(tmp_path, "stopped", IN_EVALUATION, *flags, processes=2, grace=30)
+    run = {"project": IN_EVALUATION, "processes": 2, "grace": 30}
+    run["flags"] = ["--batch-size", 4, "--max-steps", 4]
+    whole, stopped = (
+        described_copy(tmp_path / x, "ddp_cifar", **run) for x in ("whole", "stopped")
+    )
     signalled = {**stopped, "env": {"SIGNALLED": "1"}}
     answers = forked([whole, signalled, stopped], tmp_path)
     assert [codes for codes, _ in answers] == [[0, 0], [143, 143], [0, 0]], answers
@@ -174,10 +167,9 @@ def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(
     assert batches[0] == batches[2] == 16 and 4 <= batches[1] <= 6, "of two ranks"
     assert "stopped after step 4, which is saved: rerun the command to resume" in answers[1][1]
     assert begin_of(answers[2][1]) == 4
-    texts = [(tmp_path / name / "run/metrics.jsonl").read_text() for name in ("whole", "stopped")]
-    assert untimed(texts[0]) == untimed(texts[1]) and "test_loss" in texts[1]
-    weights = [outputs(tmp_path / name / "run")["weights"] for name in ("whole", "stopped")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    whole, stopped = (outputs(tmp_path / name / "run") for name in ("whole", "stopped"))
+    assert stopped.evaluations
+    assert_same_training(stopped, whole, 0)
 
 
 UNDER_NOHUP = """
@@ -197,8 +189,9 @@ EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
 
 def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_path):
     """One that comes while the handlers are installed."""
-    nohup = little(tmp_path, "nohup", UNDER_NOHUP, "--batch-size", 8)
-    early = little(tmp_path, "early", "", "--batch-size", 8, replacements=[EARLY])
+    flags = ["--batch-size", 8, "--max-steps", 99]
+    nohup = described_copy(tmp_path / "nohup", "ddp_cifar", project=UNDER_NOHUP, flags=flags)
+    early = described_copy(tmp_path / "early", "ddp_cifar", EARLY, flags=flags)
     (codes, output), (early_codes, early_output) = forked([nohup, early], tmp_path)
     assert codes == [143] and "stopped after step 6, which is saved" in output, output
     assert early_codes == [138] and "stopped after step 2" in early_output, early_output
@@ -238,9 +231,9 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, *more):
 
 def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
     """Its SIGTERM is blocked, so that it lives until a checkpoint is written."""
-    ((codes, output),) = forked(
-        [little(tmp_path, "stuck", STUCK_WORKER, "--batch-size", 8)], tmp_path
-    )
+    run = {"project": STUCK_WORKER, "flags": ["--batch-size", 8]}
+    stuck = described_copy(tmp_path / "stuck", "ddp_cifar", **run)
+    ((codes, output),) = forked([stuck], tmp_path)
     assert codes == [2] and "not finite at step 1" in output, output
     with contextlib.suppress(psutil.NoSuchProcess):
         worker = psutil.Process(int((tmp_path / "stuck/worker").read_text()))

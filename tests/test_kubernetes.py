@@ -2,16 +2,22 @@
 this machine. What differs from the file is what its reader edits."""
 
 import contextlib
-import json
 from pathlib import Path
 
 import kubernetes_validate
 import psutil
 import pytest
 import yaml
-from conftest import IN_FLOAT64, ROOT, copy, forked, wait_until
+from conftest import (
+    IN_FLOAT64,
+    ROOT,
+    assert_same_training,
+    copy,
+    outputs,
+    train_forked,
+    wait_until,
+)
 from kubelet import PROBLEM, Job, action
-from safetensors.torch import load_file
 
 MANIFEST = (ROOT / "recipes/kubernetes.yaml").read_text()
 needs_pods = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")
@@ -93,15 +99,10 @@ def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine
     step = int(saved.split("stopped after step ")[1].split(",")[0])
     assert 12 <= step <= 15 and f'"resumed_from": {step}' in logs
 
-    whole = {"processes": 2, "script": directory / "recipes/ddp_cifar.py", "directory": tmp_path}
-    flags = [*FLAGS, "--output-dir", "whole"]
-    ((codes, output),) = forked([{**whole, "flags": flags}], tmp_path)
-    assert codes == [0, 0], output
-    ours, theirs = directory / "runs/kubernetes", tmp_path / "whole"
-    summary = json.loads((ours / "summary.json").read_text())
-    assert (summary["world_size"], summary["resumed_from"]) == (2, step)
-    ours, theirs = (load_file(path / "model.safetensors") for path in (ours, theirs))
-    assert all(ours[name].equal(value) for name, value in theirs.items()), "bit for bit"
+    (whole,) = train_forked(tmp_path, (2, directory / "recipes/ddp_cifar.py", FLAGS))
+    ours = outputs(directory / "runs/kubernetes")
+    assert (ours.summary["world_size"], ours.summary["resumed_from"]) == (2, step)
+    assert_same_training(ours, whole, 0)
 
 
 @pytest.mark.slow

@@ -6,8 +6,7 @@ import re
 import pytest
 import ranks
 import torch
-from conftest import ROUNDING_FLOAT32
-from safetensors.torch import load_file
+from conftest import ROUNDING_FLOAT32, outputs
 
 ONE_DIFFERS = """
 if os.environ["RANK"] == "1":
@@ -66,7 +65,7 @@ def test_32_ranks_train_as_one_and_stop_together(tmp_path):
     one, many = (ranks.train("ddp", n, 32, tmp_path / str(n), steps) for n in (1, 32))
     calls = sorted(rank["calls"] for rank in many[0])
     assert calls[-2] < 20 and calls[-1] < 20 + 2 * 32 and many[1] == one[1]
-    weights = [load_file(tmp_path / n / "run/model.safetensors") for n in ("1", "32")]
+    weights = [outputs(tmp_path / n / "run").weights for n in ("1", "32")]
     torch.testing.assert_close(*weights, rtol=0, atol=ROUNDING_FLOAT32)
     ranks.train("ddp", 32, 32, tmp_path / "stopped", [], SIGNAL="1")  # exits with 143, all of them
     assert list(tmp_path.glob("stopped/run/step-*.pt"))

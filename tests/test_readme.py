@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, forked, load, outputs
+from conftest import ROOT, load, train_forked
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -212,17 +212,14 @@ def test_the_example_of_your_own_photos_trains_on_two_processes(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         noise = numpy.random.default_rng(index).integers(256, size=(70, 50, 3), dtype="uint8")
         Image.fromarray(noise).save(path)
-    flags = ["--cpu", "--batch-size", 8, "--epochs", 1, "--output-dir", "run"]
-    run = {"processes": 2, "script": tmp_path / "mine.py", "flags": flags, "directory": tmp_path}
-    [(codes, output)] = forked([run], tmp_path)
-    assert codes == [0, 0], output
-    result = outputs(tmp_path / "run")
-    assert (result["summary"]["world_size"], result["summary"]["steps"]) == (2, 3)
+    flags = ["--cpu", "--batch-size", 8, "--epochs", 1, "--photos", "../photos"]
+    [run] = train_forked(tmp_path, (2, tmp_path / "mine.py", flags))
+    assert (run.summary["world_size"], run.summary["steps"]) == (2, 3)
     names = {x for row in rows(RUNNING, "| name in") for x in row[0].split(", ")}
-    lines = [*result["train"], *result["evaluations"]]
-    assert len(lines) == 2 and not set().union(*lines) - names
+    lines = [*run.train, *run.evaluations]
+    assert len(lines) == 4 and not set().union(*lines) - names
     files = {row[0] for row in rows(RUNNING, "| file |")}
-    assert {x.name for x in (tmp_path / "run").iterdir()} - files == {"step-00000003.pt"}
+    assert {x.name for x in run.directory.iterdir()} - files == {"step-00000003.pt"}
 
 
 def test_the_figures_of_the_front_page_are_those_of_the_pages_behind_them():

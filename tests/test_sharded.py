@@ -3,6 +3,7 @@ whole or not there."""
 
 import json
 import pickle
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -11,53 +12,35 @@ import torch
 from conftest import (
     IN_FLOAT64,
     LITTLE_DATA,
-    MEASURED,
-    PROGRAMS,
-    ROOT,
     ROUNDING,
+    SMALL,
     Exit,
+    answers,
+    assert_same_training,
     copy,
     forked,
     load,
     outputs,
+    train_forked,
 )
 from safetensors.torch import load_file
 from torch import nn
 
 recipe = load("recipes/sharded_cifar.py", exits=True)
-FLAGS = ["--cpu", "--data", "synthetic", "--model", "simple_cnn", "--log-every", 1]
 
 
-def described(directory, script, name, processes, *flags, disturb=None):
-    """A run for `forked` of a copy of a recipe, with its outputs in directory/name."""
+def described(directory, script, name, *flags, disturb=None):
+    """A run for `forked` of a copy of a recipe on two processes, with outputs in directory/name."""
     return {
         "script": script,
-        "processes": processes,
+        "processes": 2,
         "directory": directory,
-        "flags": [*FLAGS, "--output-dir", name, *flags],
+        "flags": [*SMALL, "--log-every", 1, "--output-dir", name, *flags],
         "env": {"DISTURB": json.dumps(disturb or [0, 0, ""])},
         # As under a launcher, which ends all processes soon after the first has failed.
         "grace": 0.5,
         "terminate": True,
     }
-
-
-def succeed(directory, runs):
-    """Carry out runs that succeed, and return what they printed."""
-    results = forked(runs, directory, together=2)
-    for codes, output in results:
-        assert set(codes) == {0}, output
-    return [output for _, output in results]
-
-
-def assert_same_lines(directory, expected, **tolerance):
-    """The metrics of two runs, without those that are measured."""
-    one, other = outputs(directory), outputs(expected)
-    for event in ("train", "evaluations"):
-        assert len(one[event]) == len(other[event]) > 0
-        for ours, theirs in zip(one[event], other[event], strict=True):
-            for name in theirs.keys() - MEASURED - {"event"}:
-                assert ours[name] == pytest.approx(theirs[name], **tolerance), name
 
 
 def checkpoint(folder):
@@ -91,57 +74,45 @@ EQUAL = {  # processes and flags: of the whole run, or of one that continues ano
 @pytest.fixture(scope="module")
 def equal_runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("equal")
-    flags = ["--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.3]
+    flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.3]
     project = WEIGHTED + IN_FLOAT64
     ddp = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=project)
     script = copy("sharded_cifar", directory / "sharded.py", LITTLE_DATA, project=project)
-    runs = [described(directory, ddp, "ddp", 1, *flags, "--batch-size", 32)]
+    runs = {"ddp": (1, ddp, [*flags, "--batch-size", 32])}
     flags += ["--checkpoint-every", 3]
-    first = [name for name in EQUAL if " to " not in name]
-    for name in first:
-        processes, own = EQUAL[name]
-        runs.append(described(directory, script, name, processes, *flags, *own))
-    succeed(directory, runs)
-    runs = []
-    for name in EQUAL.keys() - set(first):
+    for name, (processes, own) in EQUAL.items():
+        where = {"directory": directory / name}
+        runs[name] = (processes, script, [*flags, *own], where)
+    first = [name for name in runs if " to " not in name]
+    results = dict(zip(first, train_forked(directory, *map(runs.get, first)), strict=True))
+    later = [name for name in runs if name not in first]
+    for name in later:
         shutil.copytree(directory / name.split(" to ")[0], directory / name)
         shutil.rmtree(directory / name / "step-00000005")
-        processes, own = EQUAL[name]
-        runs.append(described(directory, script, name, processes, *flags, *own))
-    for output in succeed(directory, runs):
-        assert "step-00000003" in output
-    return directory
+    results |= zip(later, train_forked(directory, *map(runs.get, later)), strict=True)
+    assert {results[name].summary["resumed_from"] for name in later} == {3}
+    return results
 
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(equal_runs, name):
     """Also accumulated and clipped, of samples that weigh unequally, and when a run continues on
     another number of processes."""
-    assert_same_lines(equal_runs / name, equal_runs / "ddp", abs=ROUNDING, rel=0)
-    norms = [line["grad_norm"] for line in outputs(equal_runs / name)["train"]]
+    ours = equal_runs[name]
+    assert_same_training(ours, equal_runs["ddp"], ROUNDING)
+    norms = [line["grad_norm"] for line in ours.train]
     assert len(norms) == 5 and min(norms) > 0.3, "nothing was clipped"
-    weights, expected = (load_file(equal_runs / run / "model.safetensors") for run in (name, "ddp"))
-    torch.testing.assert_close(weights, expected, rtol=0, atol=ROUNDING)
     recipe.seed_rng(0)
     initial = recipe.build_model(SimpleNamespace(model="simple_cnn")).state_dict()
-    moved = max((weights[name] - initial[name]).abs().max().item() for name in initial)
+    moved = max((ours.weights[name] - initial[name]).abs().max().item() for name in initial)
     assert moved > 1e-3, "weights that have not moved prove nothing"
 
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
-    """{case: answer of programs/sharded_gradient.py}"""
-    directory = tmp_path_factory.mktemp("gradients")
     # Processes, replicas, whether activations are checkpointed.
     cases = {"2 x 2": (4, 2, False), "4": (4, 1, False), "2": (2, 1, True)}
-    program = {"script": ROOT / "tests/programs/sharded_gradient.py", "directory": directory}
-    runs = [
-        {**program, "processes": processes, "flags": [directory / case, *flags]}
-        for case, (processes, *flags) in cases.items()
-    ]
-    for codes, output in forked(runs, directory, together=2, **PROGRAMS):
-        assert set(codes) == {0}, output
-    return {case: json.loads((directory / case).read_text()) for case in cases}
+    return answers("sharded_gradient", tmp_path_factory.mktemp("gradients"), cases)
 
 
 @pytest.mark.slow
@@ -223,7 +194,7 @@ setattr(distributed, SCATTER, reduce_scatter)
 
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, args, number, measure_norm):
-    rank, step, what = json.loads(os.environ["DISTURB"])
+    rank, step, what = json.loads(os.environ.get("DISTURB", "[0, 0, 0]"))
     microbatches = list(microbatches)
     if (accelerator.process_index, number) == (rank, step):
         if what == "nan":
@@ -264,14 +235,13 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbe
     Gradients are summed once a step, or with --sync-each-batch after both microbatches."""
     cases = {"fp32": [], "fp32 twice": ["--activation-checkpointing"]}
     cases["bf16 twice"] = ["--activation-checkpointing", "--precision", "bf16", "--sync-each-batch"]
-    flags = ["--batch-size", 8, "--global-batch-size", 32, "--max-steps", 7]
-    runs = [described(tmp_path, disturbed, x, 2, *flags, *own) for x, own in cases.items()]
-    succeed(tmp_path, runs)
+    flags = [*SMALL, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 7]
+    runs = [(2, disturbed, [*flags, *own]) for own in cases.values()]
     weights, losses, counted = {}, {}, {}
-    for name in cases:
-        weights[name] = load_file(tmp_path / name / "model.safetensors")
-        losses[name] = [line["loss"] for line in outputs(tmp_path / name)["train"]]
-        counted[name] = json.loads((tmp_path / name / "counted.1").read_text())
+    for name, run in zip(cases, train_forked(tmp_path, *runs), strict=True):
+        weights[name] = run.weights
+        losses[name] = [line["loss"] for line in run.train]
+        counted[name] = json.loads((run.directory / "counted.1").read_text())
     assert weights["fp32"]["0.1.num_batches_tracked"] == 14
     assert weights["fp32"]["1.1.running_mean"].abs().max() > 1e-4
     assert_equal(weights["fp32 twice"], weights["fp32"])
@@ -309,21 +279,20 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_pa
     """Also with bf16 and activation checkpointing. Each unit is a graph, in training and in an
     evaluation: more than torch keeps of one function by default."""
     script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
-    flags = ["--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
-    small = ["--compile", "--precision", "bf16", "--activation-checkpointing"]
-    cases = {"eager": [], "compiled": ["--compile"], "small": small, "again": small}
-    runs = {name: described(tmp_path, script, name, 2, *flags, *own) for name, own in cases.items()}
-    printed = succeed(tmp_path, [runs[name] for name in ("eager", "compiled", "small")])
-    shutil.copytree(tmp_path / "small/step-00000002", tmp_path / "again/step-00000002")
-    printed += succeed(tmp_path, [runs["again"]])
-    assert ["graphs: 0" in x for x in printed] == [True, False, False, False]
-    assert ["graphs: 10" in x for x in printed] == [False, True, True, True], printed
-    last = {name: checkpoint(tmp_path / name / "step-00000004") for name in cases}
-    torch.testing.assert_close(last["compiled"], last["eager"], rtol=0, atol=ROUNDING)
-    assert_equal(last["again"], last["small"])
-    assert last["small"]["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
-    assert_same_lines(tmp_path / "again", tmp_path / "small", abs=0, rel=0)
-    losses = [outputs(tmp_path / name)["summary"]["loss"] for name in ("small", "eager")]
+    flags = [*SMALL, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
+    twice = ["--compile", "--precision", "bf16", "--activation-checkpointing"]
+    runs = [(2, script, [*flags, *own]) for own in ([], ["--compile"], twice)]
+    runs.append((2, script, [*flags, *twice], {"directory": tmp_path / "again"}))
+    eager, compiled, small = train_forked(tmp_path, *runs[:3])
+    shutil.copytree(small.directory / "step-00000002", tmp_path / "again/step-00000002")
+    (again,) = train_forked(tmp_path, runs[3])
+    graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled, small, again)]
+    assert graphs == [["0"] * 2, *[["10"] * 2] * 3]
+    assert_same_training(compiled, eager, ROUNDING)
+    assert_same_training(again, small, 0)
+    assert_equal(*(checkpoint(run.directory / "step-00000004") for run in (again, small)))
+    assert small.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
+    losses = small.summary["loss"], eager.summary["loss"]
     assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
 
 
@@ -342,9 +311,9 @@ def killed(disturbed, tmp_path_factory):
     and what the runs printed."""
     directory = tmp_path_factory.mktemp("killed")
     flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 10]
-    runs = [described(directory, disturbed, "whole", 2, *flags, "--keep", 99)]
+    runs = [described(directory, disturbed, "whole", *flags, "--keep", 99)]
     for kill in (*(kill[:3] for kill in KILLS), None):
-        runs.append(described(directory, disturbed, "killed", 2, *flags, disturb=kill))
+        runs.append(described(directory, disturbed, "killed", *flags, disturb=kill))
     return directory, forked(runs, directory)
 
 
@@ -359,7 +328,7 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(killed
         assert "damaged" not in output, "a checkpoint under its final name was not complete"
     whole, killed = directory / "whole", directory / "killed"
     assert_equal(checkpoint(killed / "step-00000010"), checkpoint(whole / "step-00000010"))
-    assert_same_lines(killed, whole, abs=0, rel=0)
+    assert_same_training(outputs(killed), outputs(whole), 0)
     names = {"step-00000009", "step-00000010", "run.lock", "metrics.jsonl", "summary.json"}
     names.add("disturbed.py")
     names |= {"model.safetensors", "counted.0", "counted.1"}
@@ -402,7 +371,7 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(
     torch.save(content, forged / "run.pt")
 
     flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 10, "--keep", 99]
-    runs = [described(tmp_path, disturbed, x, 2, *flags) for x in ("damaged", "forged")]
+    runs = [described(tmp_path, disturbed, name, *flags) for name in ("damaged", "forged")]
     (codes, output), (failed, _) = forked(runs, tmp_path, together=2)
     assert not executed.exists() and codes == [0, 0] and failed != [0, 0], output
     assert output.count("skipping damaged") == 6
@@ -417,9 +386,9 @@ def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(d
     """A disk is full for one rank, a batch of one rank is not finite, or --weights is no model."""
     flags = ["--batch-size", 16, "--checkpoint-every", 2]
     cases = {"full": "cannot write full/step-00000004, earlier ones stay", "nan": "not finite"}
-    runs = [described(tmp_path, disturbed, name, 2, *flags, disturb=[1, 4, name]) for name in cases]
+    runs = [described(tmp_path, disturbed, name, *flags, disturb=[1, 4, name]) for name in cases]
     cases["weights"] = "argument --weights: cannot load"
-    runs.append(described(tmp_path, disturbed, "weights", 2, "--weights", __file__))
+    runs.append(described(tmp_path, disturbed, "weights", "--weights", __file__))
     for name, (codes, output) in zip(cases, forked(runs, tmp_path, together=2), strict=True):
         assert codes[0] == 2 and codes[1] != 0 and cases[name] in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
@@ -466,22 +435,19 @@ def build_model(args):
 @pytest.mark.slow
 def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_path):
     """A weight with two names is written once. A buffer of two modules is in no state dict."""
-    flags = ["--batch-size", 16, "--max-steps", 3]
-    scripts = {
-        name: copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=TIED + IN_FLOAT64)
+    scripts = [
+        copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=TIED + IN_FLOAT64)
         for name in ("ddp", "sharded")
-    }
-    runs = [described(tmp_path, script, name, 2, *flags) for name, script in scripts.items()]
-    own = ["--epochs", 0, "--weights", "sharded/model.safetensors"]
-    again = described(tmp_path, scripts["sharded"], "again", 2, *own)
-    _, _, output = succeed(tmp_path, runs) + succeed(tmp_path, [again])
-    weights = {name: load_file(tmp_path / name / "model.safetensors") for name in scripts}
-    assert weights["sharded"].keys() == weights["ddp"].keys()
-    assert "third.weight" not in weights["sharded"]
-    torch.testing.assert_close(weights["sharded"], weights["ddp"], rtol=0, atol=ROUNDING)
-    assert_same_lines(tmp_path / "sharded", tmp_path / "ddp", abs=ROUNDING, rel=0)
-    losses = [outputs(tmp_path / name)["summary"]["test_loss"] for name in ("sharded", "again")]
-    assert losses[0] == pytest.approx(losses[1], abs=ROUNDING), output
+    ]
+    flags = [*SMALL, "--batch-size", 16]
+    runs = [(2, script, [*flags, "--max-steps", 3]) for script in scripts]
+    ddp, sharded = train_forked(tmp_path, *runs)
+    assert "third.weight" not in sharded.weights
+    assert_same_training(sharded, ddp, ROUNDING)
+    own = ["--epochs", 0, "--weights", sharded.directory / "model.safetensors"]
+    where = {"directory": tmp_path / "again"}
+    (again,) = train_forked(tmp_path, (2, scripts[1], [*flags, *own], where))
+    assert again.summary["test_loss"] == pytest.approx(sharded.summary["test_loss"], abs=ROUNDING)
 
 
 ANY_STATE = """
@@ -521,19 +487,15 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     divide 10 rows unevenly."""
     project = TIED.replace("self.training", "False") + IN_FLOAT64 + ANY_STATE
     script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=project)
-    flags = ["--global-batch-size", 48, "--batch-size", 48, "--checkpoint-every", 2, "--keep", 9]
-    flags += ["--max-steps", 4]
-    whole = described(tmp_path, script, "whole", 2, *flags)
-    again = {n: described(tmp_path, script, f"again{n}", n, *flags) for n in (1, 2, 3)}
-    succeed(tmp_path, [whole])
-    for n in again:
-        shutil.copytree(tmp_path / "whole/step-00000002", tmp_path / f"again{n}/step-00000002")
-    for output in succeed(tmp_path, list(again.values())):
-        assert "/step-00000002, of 4 steps" in output
-    expected = load_file(tmp_path / "whole/model.safetensors")
-    for n in again:
-        weights = load_file(tmp_path / f"again{n}/model.safetensors")
-        bound = 0 if n == 2 else ROUNDING
-        torch.testing.assert_close(weights, expected, rtol=0, atol=bound)
-    one, other = (checkpoint(tmp_path / x / "step-00000004") for x in ("again2", "whole"))
-    assert_equal(one, other)
+    flags = [*SMALL, "--global-batch-size", 48, "--batch-size", 48, "--max-steps", 4]
+    flags += ["--checkpoint-every", 2, "--keep", 9]
+    (whole,) = train_forked(tmp_path, (2, script, flags))
+    again = {n: tmp_path / f"again on {n}" for n in (1, 2, 3)}
+    for directory in again.values():
+        shutil.copytree(whole.directory, directory)
+        shutil.rmtree(directory / "step-00000004")
+    runs = [(n, script, flags, {"directory": directory}) for n, directory in again.items()]
+    for n, run in zip(again, train_forked(tmp_path, *runs), strict=True):
+        assert run.summary["resumed_from"] == 2
+        assert_same_training(run, whole, 0 if n == 2 else ROUNDING)
+    assert_equal(*(checkpoint(x / "step-00000004") for x in (again[2], whole.directory)))

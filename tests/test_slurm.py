@@ -1,7 +1,6 @@
 """submit_job.sh on a real Slurm: several slurmd on this machine, real jobs, a node that dies. The
 jobs run side by side, each on nodes of its own."""
 
-import json
 import os
 import re
 import shutil
@@ -9,8 +8,8 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ACCELERATE, ROOT, SMALL, forked
-from safetensors.torch import load_file
+import torch
+from conftest import ACCELERATE, ROOT, SMALL, outputs, train_forked
 from slurm_cluster import MISSING, Cluster
 
 pytestmark = [
@@ -125,19 +124,14 @@ def preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, 
     assert between[0] == before[-1] + 1 >= 6
     assert after[0] - 1 in (before[-1], *range(10, between[-1] + 1, 10))
     assert after == [*range(after[0], STEPS + 1)]
-    summary = json.loads((job.results / "summary.json").read_text())
-    assert (summary["world_size"], summary["global_batch_size"]) == (1, 64)
+    ours = outputs(job.results)
+    assert (ours.summary["world_size"], ours.summary["global_batch_size"]) == (1, 64)
     assert job.log().startswith(f"job {job.id}: recipes/ddp_cifar.py ")
     other = (directory / f"slurm-{job.id}-node-1.out").read_text()
     assert "stopping after the next step" in other and "step 1/" not in other
 
-    whole = {"processes": 2, "script": ROOT / "recipes/ddp_cifar.py", "directory": directory}
-    ((codes, output),) = forked([{**whole, "flags": [*FLAGS, "--output-dir", "whole"]}], directory)
-    assert codes == [0, 0], output
-    ours, theirs = (
-        load_file(path / "model.safetensors") for path in (job.results, directory / "whole")
-    )
-    assert max((ours[name] - value).abs().max() for name, value in theirs.items()) < 1e-5
+    (whole,) = train_forked(directory, (2, ROOT / "recipes/ddp_cifar.py", FLAGS))
+    torch.testing.assert_close(ours.weights, whole.weights, rtol=0, atol=1e-5)
 
 
 def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_away(

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING_FLOAT32, copy, forked, outputs, train_forked
-from safetensors.torch import load_file
+from conftest import ROUNDING_FLOAT32, assert_same_training, copy, train_forked
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -151,7 +150,7 @@ def test_each_step_is_on_the_mean_over_all_tokens(trained, case):
     initial, expected, losses, norms = exact
     lines = trained[case].train
     assert len(lines) == 5
-    update = flat(load_file(trained[case].weights), initial)
+    update = flat(trained[case].weights, initial)
     exact_update = flat(expected, initial)
     assert exact_update.norm() > 3, "a defect would be less than a rounding error"
     assert (update - exact_update).norm() / exact_update.norm() < ROUNDING_FLOAT32
@@ -172,11 +171,8 @@ def test_a_run_resumes_with_the_loss_scale_that_an_overflow_has_left(trained, tm
     directory = shutil.copytree(whole.directory, tmp_path / "again")
     (directory / "step-00000005.pt").unlink()
     script = whole.directory.parent / f"{list(CASES).index(case)}.py"
-    flags = [*flags_of(case), "--log-every", 1, "--output-dir", "."]
-    run = {"processes": 2, "script": script, "directory": directory, "flags": flags}
-    ((codes, output),) = forked([run], tmp_path)
-    assert codes == [0, 0] and '"resumed_from": 4' in output, output
-    again = outputs(directory)
-    scaling = [(line["loss_scale"], line["skipped_steps"]) for line in again["train"]]
+    (again,) = train_forked(tmp_path, (2, script, flags_of(case), {"directory": directory}))
+    assert again.summary["resumed_from"] == 4
+    scaling = [(line["loss_scale"], line["skipped_steps"]) for line in again.train]
     assert scaling[-2:] == [(512, 1), (512, 1)]
-    assert again["weights"].read_bytes() == whole.weights.read_bytes()
+    assert_same_training(again, whole, 0)

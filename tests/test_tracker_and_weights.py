@@ -37,7 +37,7 @@ def test_no_epochs_evaluate_weights_as_their_training_did_and_change_no_file(
 ):
     result = trained[recipe]
     before = {path: path.read_bytes() for path in result.directory.rglob("*") if path.is_file()}
-    flags = [*FLAGS, "--epochs", 0, "--weights", result.weights]
+    flags = [*FLAGS, "--epochs", 0, "--weights", result.directory / "model.safetensors"]
     evaluated, untrained = train_forked(tmp_path, (2, recipe, flags), (2, recipe, flags[:-2]))
     (line,) = evaluated.evaluations
     assert evaluated.train == []
