@@ -278,16 +278,20 @@ def main():
 def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_path):
     """Also with bf16 and activation checkpointing. Each unit is a graph, in training and in an
     evaluation: more than torch keeps of one function by default."""
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
+    recipe, directory = "sharded_cifar", tmp_path / "again"
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
+    project = COMPILED + IN_FLOAT64.replace("double", "float")
+    in_fp32 = copy(recipe, tmp_path / "fp32.py", LITTLE_DATA, project=project)
     flags = [*SMALL, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
-    twice = ["--compile", "--precision", "bf16", "--activation-checkpointing"]
-    runs = [(2, script, [*flags, *own]) for own in ([], ["--compile"], twice)]
-    runs.append((2, script, [*flags, *twice], {"directory": tmp_path / "again"}))
-    eager, compiled, small = train_forked(tmp_path, *runs[:3])
-    shutil.copytree(small.directory / "step-00000002", tmp_path / "again/step-00000002")
-    (again,) = train_forked(tmp_path, runs[3])
+    twice = [*flags, "--compile", "--precision", "bf16", "--activation-checkpointing"]
+    runs = [(2, script, flags), (2, script, [*flags, "--compile"]), (2, in_fp32, twice)]
+    eager, compiled, small = train_forked(tmp_path, *runs)
+    shutil.copytree(small.directory / "step-00000002", directory / "step-00000002")
+    (again,) = train_forked(tmp_path, (2, in_fp32, twice, {"directory": directory}))
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled, small, again)]
-    assert graphs == [["0"] * 2, *[["10"] * 2] * 3]
+    # In torch 2.11 --activation-checkpointing runs uncompiled, as docs/running.md says.
+    of_small = "0" if torch.__version__.startswith("2.11.") else "10"
+    assert graphs == [["0"] * 2, ["10"] * 2, [of_small] * 2, [of_small] * 2]
     assert_same_training(compiled, eager, ROUNDING)
     assert_same_training(again, small, 0)
     assert_equal(*(checkpoint(run.directory / "step-00000004") for run in (again, small)))
