@@ -122,6 +122,9 @@ def test_a_run_saves_and_stops_when(interruptions, case):
 
 
 CTRL_C = """
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
+
+
 def compute_loss(model, batch):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1)
