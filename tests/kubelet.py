@@ -2,6 +2,7 @@
 kubelet, the Job's controller and the DNS. Each pod is a tree of processes with PID 1 in a namespace
 of its own, and has its own network, host name and mounts."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -14,15 +15,44 @@ from pathlib import Path
 import psutil
 import yaml
 
-PROBLEM = None
-if os.geteuid() != 0 or not shutil.which("ip"):
-    PROBLEM = "pods need root and the command ip (Debian: iproute2)"
 # Host name, hosts, directory: what a pod finds before its first process starts.
 BOOT = """
 hostname "$0" && mount --bind "$1" /etc/hosts && mount --bind "$2" "$3" &&
 mount -t tmpfs -o "size=$4" tmpfs /dev/shm && ip link set lo up && cd "$3" && shift 4 && exec "$@"
 """
 ENVIRONMENT = ("PYTHONPATH", "OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+@contextlib.contextmanager
+def two_networks(interface):
+    """The names of two network namespaces. Their interfaces of this name are joined and up."""
+    names = [f"recipes-{os.getpid()}-{index}" for index in (0, 1)]
+    commands = [f"netns add {name}" for name in names]
+    commands.append("link add {0} netns {1} type veth peer name {0} netns {2}")
+    commands += [f"-n {name} link set {interface} up" for name in names]
+    commands.append("netns exec {1} unshare --uts --mount --pid --fork true")
+    try:
+        for command in commands:
+            words = ["ip", *command.format(interface, *names).split()]
+            subprocess.run(words, check=True, capture_output=True, text=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def find_problem():
+    """Return why there are no such networks here, or None."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return "needs root and the command ip (Debian: iproute2)"
+    try:
+        with two_networks("eth0"):
+            return None
+    except subprocess.CalledProcessError as error:  # such as in a container
+        return f"no network namespaces here: {error.stderr.strip()}"
+
+
+PROBLEM = find_problem()
 
 
 def action(policy, code, disrupted):
@@ -97,26 +127,20 @@ class Job:
         (memory,) = [volume["emptyDir"] for volume in self.pod["volumes"] if "emptyDir" in volume]
         assert memory["medium"] == "Memory"
         self.shm_size = memory["sizeLimit"].removesuffix("i")
-        self.networks = [f"recipes-{os.getpid()}-pod{index}" for index in (0, 1)]
+        self.link = two_networks("eth0")
         self.hosts = directory / "hosts"
         self.running, self.addresses, self.tries = {}, {}, []
         self.failures, self.succeeded, self.status = [0, 0], set(), None
 
     def __enter__(self):
-        for command in (
-            *(f"netns add {network}" for network in self.networks),
-            "link add eth0 netns {} type veth peer name eth0 netns {}".format(*self.networks),
-            *(f"-n {network} link set eth0 up" for network in self.networks),
-        ):
-            subprocess.run(["ip", *command.split()], check=True)
+        self.networks = self.link.__enter__()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *error):
         for pod in self.running.values():
             pod.process.kill()
             pod.process.wait()
-        for network in self.networks:
-            subprocess.run(["ip", "netns", "delete", network])
+        self.link.__exit__(*error)
 
     def start(self, index):
         """Start a pod, which has another address than the one before it."""

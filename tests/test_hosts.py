@@ -4,7 +4,6 @@ over its loopback interface or, as root, as two network namespaces with an addre
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 
@@ -23,6 +22,7 @@ from conftest import (
     train_forked,
     wait_until,
 )
+from kubelet import PROBLEM, two_networks
 
 pytestmark = pytest.mark.slow
 
@@ -39,41 +39,21 @@ BOOT = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && sh
 def hosts(tmp_path_factory):
     """Return the address of the first host; for each, the words before a command that run it there;
     and why they are not network namespaces, if they are not."""
-    directory = tmp_path_factory.mktemp("etc")
-    one = "127.0.0.1", ([], [])
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        yield (
-            *one,
-            "needs root and the command ip (Debian: iproute2), for addresses of their own",
-        )
+    if PROBLEM:
+        yield "127.0.0.1", ([], []), PROBLEM
         return
-    names = [f"recipes-{os.getpid()}-{host}" for host in (0, 1)]
-    commands = [f"netns add {name}" for name in names]
-    commands.append("link add eth7 netns {} type veth peer name eth7 netns {}".format(*names))
-    for host, name in enumerate(names):
-        commands += [
-            f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7",
-            f"-n {name} link set eth7 up",
-        ]
-        commands.append(f"netns exec {name} unshare --uts --mount true")
-        (directory / f"{name}.hosts").write_text(
-            f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
-        )
-    try:
-        for command in commands:
-            process = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
-            if process.returncode != 0:
-                yield *one, f"no network namespaces here: ip {command}: {process.stderr.strip()}"
-                return
-        boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT]
-        yield (
-            "10.77.0.1",
-            [["ip", "netns", "exec", n, *boot, n, directory / f"{n}.hosts"] for n in names],
-            None,
-        )
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    directory, prefixes = tmp_path_factory.mktemp("etc"), []
+    with two_networks("eth7") as names:
+        for host, name in enumerate(names):
+            address = f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7"
+            subprocess.run(["ip", *address.split()], check=True)
+            known = directory / f"{name}.hosts"
+            known.write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
+            )
+            boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT, name, known]
+            prefixes.append(["ip", "netns", "exec", name, *boot])
+        yield "10.77.0.1", prefixes, None
 
 
 @pytest.fixture(scope="module")
