@@ -227,6 +227,19 @@ def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_o
         assert run["verdict"] == ("differs at step 1" if names is None else "bit for bit")
 
 
+def test_a_bound_is_the_yardsticks_of_the_next_step_and_before_a_jump_that_of_other_metrics():
+    found = [(1, "loss", 1e-6), (1, "accuracy", 0), (2, "loss", 1e-3), (2, "accuracy", 0)]
+    found += [(3, "loss", 1e-4), (3, "accuracy", 0.1)]
+    keys = ("event", "step", "metric", "difference")
+    differences = [dict(zip(keys, ("train", *x), strict=True)) for x in found]
+    bounds = check.bounds_of({"differences": differences})
+    expected = {(1, "loss"): 3e-3, (2, "loss"): 6e-3, (3, "loss"): 9e-3}
+    expected |= {(1, "accuracy"): 3e-3, (2, "accuracy"): 0.6, (3, "accuracy"): 0.9}
+    expected[3, "of the copy only"] = check.CHANGE
+    for (step, name), bound in expected.items():
+        assert bounds[step, "train", name] == pytest.approx(bound), (step, name)
+
+
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
     listed = (ROOT / "benchmarks/README.md").read_text()
     rows = re.findall(r'^- .*: (docs/\w+\.md), "(.*)"$', listed, re.MULTILINE)
@@ -295,7 +308,7 @@ def test_the_command_with_its_launcher(tmp_path):
     command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--keep"]
     process = run([*command, "--processes", 1], cwd=tmp_path)
     lines = [line.split() for line in process.stdout.splitlines()]
-    assert [*"1 process, killed 1 process 0, loss, step 1 bit for bit".split()] in lines
+    assert [*"1 process, killed 1 process 0 of 0, loss, step 1 bit for bit".split()] in lines
     results = json.loads((tmp_path / "runs/check/train.json").read_text())
     killed = results["runs"][-1]
     assert killed["tasks"] == ["step-00000002", "train"]
