@@ -119,6 +119,11 @@ def pytest_configure(config):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_collection_modifyitems(items):
+    """The jobs of a cluster take longest, and mostly wait: they begin first."""
+    items.sort(key=lambda item: item.path.name != "test_slurm.py")
+
+
 def pytest_collection_finish():
     gc.freeze()  # what is imported is no garbage: the recipes' gc.collect() is faster
 

@@ -203,7 +203,6 @@ def parse_args():
     add("--processes", type=int, nargs="+", help="numbers to compare (1, 2 and all GPUs)")
     add("--also", type=Path, nargs="+", default=[], help="other recipes, on two processes")
     add("--kills", type=int, default=1, help="how often SIGKILL ends the killed run (1)")
-    add("--keep", action="store_true", help="keep the runs in runs/check/NAME")
     add("--batch-size", type=int, help="of a microbatch (8; pipeline: 16)")
     add("--global-batch-size", type=int, help="of a step")
     args, flags = parser.parse_known_args()
@@ -248,7 +247,7 @@ def main():
     console.print(table, *problems, *causes, sep="\n", soft_wrap=True)
     results.write_text(json.dumps(content, indent=1, default=str) + "\n")
     subprocess.run([sys.executable, bench.ROOT / "docs/pictures/draw.py", results])
-    if not args.keep:
+    if not problems:
         shutil.rmtree(directory)
     sys.exit(bool(problems))
 
