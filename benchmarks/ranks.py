@@ -22,11 +22,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
-from conftest import LITTLE_DATA, SMALL, copy, forked, pytest_sessionfinish  # noqa: E402
+from conftest import LITTLE_DATA, SMALL, copy, forked, outputs, pytest_sessionfinish  # noqa: E402
 
 STEPS = 4
 MODEL = """
@@ -140,8 +139,7 @@ def main():
             cells = row(args.recipe, processes, batch, directory, args.flags)
             cells = (f"{x:.0f}" if isinstance(x, float) else str(x) for x in cells)
             print(f"| {' | '.join(cells)} |", flush=True)
-        files = (directory / f"{n}/run/model.safetensors" for n in args.processes)
-        first, *others = map(load_file, files)
+        first, *others = (outputs(directory / f"{n}/run").weights for n in args.processes)
         differences = [(x[name] - y).abs().max() for x in others for name, y in first.items()]
         print(f"\nThe weights differ by at most {torch.stack(differences).max():.1g}.")
     pytest_sessionfinish()
