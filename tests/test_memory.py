@@ -4,7 +4,7 @@ import sys
 
 import memory
 import pytest
-from conftest import PROGRAMS, ROOT, copy, forked, load
+from conftest import PROGRAMS, ROOT, copy, load, train_forked
 
 # Large weights, then large activations: their peak comes before there are gradients.
 MODEL = """
@@ -47,18 +47,14 @@ def held(tmp_path_factory):
     directory = tmp_path_factory.mktemp("held")
     runs = []
     for technique, flags in CASES.items():
-        where = directory / technique
-        where.mkdir()
-        script = copy(f"{technique}_cifar", where / "mine.py", SAMPLES, project=MODEL + COUNTED)
+        script = directory / f"{technique}.py"
+        copy(f"{technique}_cifar", script, SAMPLES, project=MODEL + COUNTED)
         flags = ["--data", "synthetic", "--cpu", "--max-steps", 3, "--batch-size", 64, *flags]
-        run = {"processes": 2, "script": script, "directory": where}
-        runs.append({**run, "flags": ["--log-every", 1, *map(str, flags)]})
+        runs.append((2, script, flags))
     path = {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{PROGRAMS['PYTHONPATH']}"}
-    for codes, output in forked(runs, directory, **path):
-        assert codes == [0, 0], output
     return {
-        technique: [int((directory / technique / f"peak-{rank}").read_text()) for rank in (0, 1)]
-        for technique in CASES
+        technique: [int((run.directory / f"peak-{rank}").read_text()) for rank in (0, 1)]
+        for technique, run in zip(CASES, train_forked(directory, *runs, **path), strict=True)
     }
 
 
