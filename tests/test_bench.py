@@ -57,7 +57,7 @@ def written(tmp_path):
 def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_path):
     """The baseline is measured; Ctrl-C comes while a recipe trains that would train for hours."""
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--model", "simple_cnn"]
-    command += ["--batch-size", "8", "--steps", "3", "--processes", "2"]
+    command += ["--batch-size", "8", "--steps", "3", "--processes", "1"]
     command += ["--recipes", "plain_ddp --workers 0", "ddp_cifar --max-steps 1000000"]
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -74,7 +74,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
 
     try:
         wait_until(trains)
-        assert len(ranks()) >= 3  # with the launcher
+        assert len(ranks()) >= 2  # with the launcher
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=180)
     finally:
@@ -84,8 +84,8 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md"}
     baseline, endless = written(tmp_path)[".json"]["configurations"]
     [sample] = baseline["samples"]
-    assert sample["measured_samples"] == 3 * 8 * 2
-    assert sample["samples_per_second"] * sample["measured_seconds"] == pytest.approx(48)
+    assert sample["measured_samples"] == 3 * 8
+    assert sample["samples_per_second"] * sample["measured_seconds"] == pytest.approx(24)
     assert 1 < sample["start_seconds"] < 300 and 0.1 < sample["peak_memory_gib"] < 64
     assert endless["samples"] == [] and endless["failure"] is None
     assert "No whole round, then interrupted" in output
