@@ -32,7 +32,7 @@ ADDED = {
 }
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
-FLAGS = "--cpu --max-steps 5 --epochs 4".split()
+FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
 OURS += "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)))("
