@@ -1181,9 +1181,12 @@ def save_whole_model(accelerator, model, directory):
     save_weights(accelerator, weights, directory)
 
 
+FILE_SIZE = 2**28  # bytes of shards: with much less, a large model would be many thousand files
+
+
 class ShardedCheckpoints(Checkpoints):
-    """The checkpoints step-N in the output directory. Each is a folder, with one .safetensors file
-    per rank for its shards of the parameters and of the optimizer's state, and with run.pt for
+    """The checkpoints step-N in the output directory. Each is a folder, with .safetensors files of
+    each rank for its shards of the parameters and of the optimizer's state, and with run.pt for
     everything else and the checksums of these files. Nothing in it is a pickle that runs code."""
 
     pattern = f"step-{'[0-9]' * 8}"
@@ -1267,15 +1270,18 @@ class ShardedCheckpoints(Checkpoints):
         if self.accelerator.is_main_process:
             shutil.rmtree(directory, ignore_errors=True)  # a killed run may have left it
         self.accelerator.wait_for_everyone()
-        writer = dcp.HuggingFaceStorageWriter(directory, save_distributed=True)
+        shards = self.split_states()[1]
+        files = file_numbers(shards)  # rank 0's, which are used on all ranks: it has most rows
+        writer = dcp.HuggingFaceStorageWriter(directory, files, save_distributed=True)
         writer.per_thread_copy_ahead = 0  # or copies of the shards would stay in pinned memory
         group = self.accelerator.cpu_group
         checksums = {}
         failure = None
         try:
-            dcp.save(self.split_states()[1], storage_writer=writer, process_group=group)
-            own = directory.glob(f"shard-{self.accelerator.process_index + 1:05}-*")
-            checksums = {path.name: checksum(path) for path in own}
+            dcp.save(shards, storage_writer=writer, process_group=group)
+            for path in directory.glob(f"shard-{self.accelerator.process_index + 1:05}-*"):
+                sync(path)  # in torch 2.11 the writer's own fsync leaves out the last bytes
+                checksums[path.name] = checksum(path)
         except dcp.CheckpointException as error:  # no Exception, and the same on all ranks
             failure = next(iter(error.failures.values()))[0]
         except Exception as error:
@@ -1289,6 +1295,21 @@ class ShardedCheckpoints(Checkpoints):
         shutil.rmtree(deleted, ignore_errors=True)  # a killed run may have left it
         os.replace(path, deleted)  # deleting takes a while: no part stays under its name
         shutil.rmtree(deleted)
+
+
+def file_numbers(shards):
+    """Return {name: number of the file of its shards, from 1}, the same number until a file has
+    FILE_SIZE: torch copies a whole file in host memory, twice, and from a GPU three times."""
+    numbers = {}
+    number = 1
+    size = 0
+    for name, shard in shards.items():
+        numbers[name] = number
+        size += shard.to_local().nbytes
+        if size >= FILE_SIZE:
+            number += 1
+            size = 0
+    return numbers
 
 
 def raise_if_any_failed(error):

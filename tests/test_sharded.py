@@ -44,10 +44,17 @@ def described(directory, script, name, *flags, disturb=None):
 
 
 def checkpoint(folder):
-    """Return all tensors in a checkpoint: those of run.pt, and the shards of each file."""
+    """Return all tensors in a checkpoint: those of run.pt, and the shards of each rank."""
     states = torch.load(folder / "run.pt", weights_only=True)["states"]
-    shards = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    shards = {}
+    for path in folder.glob("*.safetensors"):
+        shards.setdefault(path.name[: len("shard-00001")], {}).update(load_file(path))
     return {**states["model"], "scheduler": states["scheduler"]["last_epoch"], **shards}
+
+
+def files_of_ranks(folder):
+    """Return the files with the shards of rank 0, and with those of rank 1."""
+    return [sorted(folder.glob(f"shard-0000{number}-*")) for number in (1, 2)]
 
 
 def assert_equal(one, other):
@@ -60,6 +67,9 @@ plain_loss = compute_loss
 
 def compute_loss(model, batch):
     return {**plain_loss(model, batch), "weight": batch[1] + 0.5}
+"""
+FILES = """
+FILE_SIZE = 1000  # bytes, so that a small checkpoint has the files of a large one
 """
 EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
     "1": (1, ["--batch-size", 32]),
@@ -75,7 +85,7 @@ EQUAL = {  # processes and flags: of the whole run, or of one that continues ano
 def equal_runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("equal")
     flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.3]
-    project = WEIGHTED + IN_FLOAT64
+    project = WEIGHTED + IN_FLOAT64 + FILES
     ddp = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=project)
     script = copy("sharded_cifar", directory / "sharded.py", LITTLE_DATA, project=project)
     runs = {"ddp": (1, ddp, [*flags, "--batch-size", 32])}
@@ -86,6 +96,8 @@ def equal_runs(tmp_path_factory):
     first = [name for name in runs if " to " not in name]
     results = dict(zip(first, train_forked(directory, *map(runs.get, first)), strict=True))
     later = [name for name in runs if name not in first]
+    of_first, of_second = files_of_ranks(directory / "2 x 2/step-00000003")
+    assert len(of_first) > 3 and len(of_second) > 3
     for name in later:
         shutil.copytree(directory / name.split(" to ")[0], directory / name)
         shutil.rmtree(directory / name / "step-00000005")
@@ -227,7 +239,7 @@ def main():
 def disturbed(tmp_path_factory):
     """A copy of the recipe that can be killed, and more, with BatchNorm and dropout."""
     directory = tmp_path_factory.mktemp("disturbed")
-    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=DISTURBED)
+    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=DISTURBED + FILES)
 
 
 def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbed, tmp_path):
@@ -301,7 +313,8 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_pa
 
 
 KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins
-    (1, 2, "open shard-00002-.*", 1),
+    (1, 2, "open shard-00002-model-00001-.*", 1),
+    (1, 2, "open shard-00002-model-00003-.*", 1),
     (0, 3, "open run.pt", 2),
     (0, 4, "os.rename shards.tmp", 3),
     (0, 5, "os.rename step-.*", 5),  # the new one has its name, an old one is to be deleted
