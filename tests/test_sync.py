@@ -19,7 +19,7 @@ LINES = {
     "ddp_cifar": 1065,
     "amp_cifar": 1140,
     "pipeline_cifar": 1370,
-    "sharded_cifar": 1405,
+    "sharded_cifar": 1423,
     "data_parallel_cifar": 306,
 }
 # Functions that a recipe has under the reference's name, but with another text.
