@@ -1258,11 +1258,12 @@ def save_whole_model(accelerator, model, directory):
 
 
 class ShardedCheckpoints(Checkpoints):
-    """The checkpoints step-N in the output directory. Each is a folder, with one .safetensors file
-    per rank for its shards of the parameters and of the optimizer's state, and with run.pt for
+    """The checkpoints step-N in the output directory. Each is a folder, with .safetensors files of
+    each rank for its shards of the parameters and of the optimizer's state, and with run.pt for
     everything else and the checksums of these files. Nothing in it is a pickle that runs code."""
 
     pattern = f"step-{'[0-9]' * 8}"
+    file_size = 2**28  # bytes: with less, a large model would be many thousand files
     may_differ = Checkpoints.may_differ | {"replicas", "sync_each_batch"}
     may_differ |= {"activation_checkpointing"}
 
@@ -1338,21 +1339,38 @@ class ShardedCheckpoints(Checkpoints):
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
 
+    def file_numbers(self, shards):
+        """Return {name: number of the file of its shards, from 1}. A file gets shards until it has
+        `file_size`: torch copies a whole file in host memory, twice, and from a GPU three times."""
+        numbers = {}
+        number = 1
+        size = 0
+        for name, shard in shards.items():
+            numbers[name] = number
+            size += shard.to_local().nbytes
+            if size >= self.file_size:
+                number += 1
+                size = 0
+        return numbers
+
     def write_shards(self, directory):
         """Write each rank's shards to the disk. Return {file name: checksum} of all ranks' files,
         or raise an error on all ranks."""
         if self.accelerator.is_main_process:
             shutil.rmtree(directory, ignore_errors=True)  # a killed run may have left it
         self.accelerator.wait_for_everyone()
-        writer = dcp.HuggingFaceStorageWriter(directory, save_distributed=True)
+        shards = self.split_states()[1]
+        files = self.file_numbers(shards)  # torch uses rank 0's on all ranks: it has most rows
+        writer = dcp.HuggingFaceStorageWriter(directory, files, save_distributed=True)
         writer.per_thread_copy_ahead = 0  # or copies of the shards would stay in pinned memory
         group = self.accelerator.cpu_group
         checksums = {}
         failure = None
         try:
-            dcp.save(self.split_states()[1], storage_writer=writer, process_group=group)
-            own = directory.glob(f"shard-{self.accelerator.process_index + 1:05}-*")
-            checksums = {path.name: checksum(path) for path in own}
+            dcp.save(shards, storage_writer=writer, process_group=group)
+            for path in directory.glob(f"shard-{self.accelerator.process_index + 1:05}-*"):
+                sync(path)  # torch 2.11 does that while a small file is in Python's buffer
+                checksums[path.name] = checksum(path)
         except dcp.CheckpointException as error:  # no Exception, and the same on all ranks
             failure = next(iter(error.failures.values()))[0]
         except Exception as error:
