@@ -110,8 +110,8 @@ def make_optimizer(model, args, total_steps):
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR
-    return optimizer, schedule(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    return optimizer, schedule
 
 
 def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):

@@ -20,7 +20,7 @@ LINES = {
     "amp_cifar": 1265,
     "pipeline_cifar": 1490,
     "sharded_cifar": 1530,
-    "data_parallel_cifar": 310,
+    "data_parallel_cifar": 320,
 }
 # Functions that a recipe has under the reference's name, but with another text.
 ALL = {"add_technique_flags", "train_step", "main"}
