@@ -1,6 +1,6 @@
-"""What Kubernetes would do with recipes/kubernetes.yaml, for test_kubernetes.py: a stand-in for the
-kubelet, the Job's controller and the DNS. Each pod is a tree of processes with PID 1 in a namespace
-of its own, and has its own network, host name and mounts."""
+"""A stand-in for the kubelet, the Job's controller and the DNS, for test_kubernetes.py: it treats
+clusters/kubernetes.yaml as Kubernetes would. Each pod is a tree of processes with PID 1 in a
+namespace of its own, and has its own network, host name and mounts."""
 
 import contextlib
 import os

@@ -252,7 +252,7 @@ def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
 RECIPES = ROOT / "recipes"
 NONSENSE = {
     "a file that is not there": (["no.py"], "no.py is not a copy of "),
-    "another file": ([RECIPES / "submit_job.sh"], "submit_job.sh is not a copy of "),
+    "another file": ([ROOT / "clusters/submit_job.sh"], "submit_job.sh is not a copy of "),
     "the baseline": ([RECIPES / "data_parallel_cifar.py"], "is not a copy of ddp, amp, "),
     "no file": ([], "arguments are required: copy"),
     "a batch that cannot be divided": (

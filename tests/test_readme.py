@@ -142,10 +142,11 @@ def test_the_flags_that_a_resumed_run_may_change():
 
 def test_every_command_names_files_and_flags_that_are_there():
     text = EVERYTHING.replace("\\\n", " ")
+    file = r"(?:recipes|clusters|benchmarks|accelerate_configs)/\w+\.\w+"
     commands = re.findall(r"(?:accelerate launch|torchrun|python|sbatch) [^`\n]*", text)
     parsed = 0
     for command in commands:
-        for path in re.findall(r"(?:recipes|benchmarks|accelerate_configs)/\w+\.\w+", command):
+        for path in re.findall(file, command):
             assert (ROOT / path).exists(), command
         if found := re.search(r"recipes/(\w+)_cifar\.py(.*)", command):
             PARSERS[found[1]].parse_args(shlex.split(found[2]))
