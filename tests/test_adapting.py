@@ -10,8 +10,8 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
-import bench
 import check
+import machine
 import new
 import pytest
 from conftest import LITTLE_DATA
@@ -110,7 +110,7 @@ def test_a_copy_with_an_example_passes_make_check(task, recipe, directory, monke
     """On one process and two the same, and killed in mid-epoch and rerun bit for bit. Other recipes
     than ddp, which have its data and its loss: the latter."""
     monkeypatch.chdir(directory(task))
-    monkeypatch.setattr(bench, "execute", partial(execute, imports=IMPORTS))
+    monkeypatch.setattr(machine, "execute", partial(execute, imports=IMPORTS))
     copy = f"{task}_{recipe}.py"
     make(Path(copy), recipe, task, *added(task, recipe))
     flags = commands(task)[1] + FLAGS + FLAGS_OF.get(task, [])

@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-import bench
 import check
+import machine
 import pytest
 import torch
 from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, forked, free_port, run
@@ -40,7 +40,7 @@ def compute_loss(model, batch):
 
 
 def execute(command, environment, timeout, imports=()):
-    """As `bench.execute` with torchrun, but without a launcher."""
+    """As `machine.execute` with torchrun, but without a launcher."""
     processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
     env = {name: environment[name] for name in check.ENVIRONMENT}
     if processes == "1":  # as torchrun sets them, by which Accelerate makes DDP
@@ -56,7 +56,7 @@ def execute(command, environment, timeout, imports=()):
 def checked(tmp_path, monkeypatch, capsys):
     """A function that checks a copy. It returns the exit status, the output and {name: run}."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "execute", execute)
+    monkeypatch.setattr(machine, "execute", execute)
 
     def run(recipe, *replacements, project="", flags=()):
         copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=MODEL)
