@@ -168,7 +168,7 @@ def main():
     seconds = seconds_per_step(training, own.rounds, own.steps)
 
     say = accelerator.print
-    say(f"{own.recipe}, {precision}, {processes} processes, {hardware()}")
+    say(f"{own.recipe}, {precision}, {processes} processes, {hardware(GPUS)}")
     say(f"batch {args.batch_size}, {own.rounds} rounds, torch {torch.__version__}")
     for name, values in seconds.items():
         rate = args.batch_size * processes / statistics.median(values)
