@@ -43,7 +43,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
-CAUSES = "Known causes and their remedies: benchmarks/README.md, make check"
+CAUSES = "Known causes and their remedies: docs/adapting.md, make check"
 
 
 def run_copy(task, copy, *flags):
