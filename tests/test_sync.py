@@ -132,7 +132,7 @@ def project(tmp_path):
     assert process.returncode == 0, process.stderr
     (tmp_path / MINE).parent.mkdir()
     text = (recipes / "amp_cifar.py").read_text()
-    older = re.sub("(# =+ shared infrastructure)( [0-9a-f]{12}:).*", r"\1\2", text)
+    older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 machinery\2", text)
     (tmp_path / MINE).write_text(older, newline="\r\n")
     return sync
 

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "recipes/ddp_cifar.py"
 COPIES = [ROOT / f"recipes/{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
-BANNER = re.compile(r"^# =+ shared infrastructure\b.*\n", re.MULTILINE)
+BANNER = re.compile(r"^# =+ (?:machinery|shared infrastructure)\b.*\n", re.MULTILINE)
 
 
 def parts(path):
