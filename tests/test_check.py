@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-import bench
 import check
+import machine
 import pytest
 import torch
 from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, forked, free_port, run
@@ -40,7 +40,7 @@ def compute_loss(model, batch):
 
 
 def execute(command, environment, timeout, imports=()):
-    """As `bench.execute` with torchrun, but without a launcher."""
+    """As `machine.execute` with torchrun, but without a launcher."""
     processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
     env = {name: environment[name] for name in check.ENVIRONMENT}
     if processes == "1":  # as torchrun sets them, by which Accelerate makes DDP
@@ -56,7 +56,7 @@ def execute(command, environment, timeout, imports=()):
 def checked(tmp_path, monkeypatch, capsys):
     """A function that checks a copy. It returns the exit status, the output and {name: run}."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "execute", execute)
+    monkeypatch.setattr(machine, "execute", execute)
 
     def run(recipe, *replacements, project="", flags=()):
         copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=MODEL)
@@ -241,18 +241,19 @@ def test_a_bound_is_the_yardsticks_of_the_next_step_and_before_a_jump_that_of_ot
 
 
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
-    listed = (ROOT / "benchmarks/README.md").read_text()
-    rows = re.findall(r'^- .*: (docs/\w+\.md), "(.*)"$', listed, re.MULTILINE)
+    listed = (ROOT / "docs/adapting.md").read_text()
+    rows = re.findall(r'^- .*: (?:below|\[.*\]\((.*)\)), "(.*)"$', listed, re.MULTILINE)
     assert len(rows) == 5
     for page, row in rows:
-        assert re.search(rf"^\| [`]?{re.escape(row)}", (ROOT / page).read_text(), re.MULTILINE), row
+        text = (ROOT / "docs" / page).read_text() if page else listed
+        assert re.search(rf"^\| [`]?{re.escape(row)}", text, re.MULTILINE), row
     assert check.MEASURED == MEASURED | {"event", "epoch", "step"}
 
 
 RECIPES = ROOT / "recipes"
 NONSENSE = {
     "a file that is not there": (["no.py"], "no.py is not a copy of "),
-    "another file": ([RECIPES / "submit_job.sh"], "submit_job.sh is not a copy of "),
+    "another file": ([ROOT / "clusters/submit_job.sh"], "submit_job.sh is not a copy of "),
     "the baseline": ([RECIPES / "data_parallel_cifar.py"], "is not a copy of ddp, amp, "),
     "no file": ([], "arguments are required: copy"),
     "a batch that cannot be divided": (

@@ -27,14 +27,12 @@ from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
+import machine
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import bench
 
 CHANGE = 1e-5  # of the yardstick's initial weights; a difference that is always allowed
 ERROR = r"^(?:[\w.-]+: error: [^\n]*|Traceback .*?^\w[^\n]*)"  # a recipe's, or a traceback
@@ -45,7 +43,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
-CAUSES = "Known causes and their remedies: benchmarks/README.md, make check"
+CAUSES = "Known causes and their remedies: docs/adapting.md, make check"
 
 
 def run_copy(task, copy, *flags):
@@ -83,7 +81,7 @@ def train(run, output):
     for number, task in enumerate(run["tasks"], 1):
         command = [sys.executable, *TORCHRUN, run["processes"], __file__, "run", task, run["copy"]]
         command = [str(x) for x in (*command, *run["flags"], "--output-dir", output)]
-        code, lines = bench.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
+        code, lines = machine.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
         text = "".join(line for _, line in lines)
         output.with_name(f"{output.name}.{number}.txt").write_text(text)
         last = number == len(run["tasks"])
@@ -226,7 +224,6 @@ def parse_args():
 
 def main():
     args = parse_args()
-    bench.GPUS = args.gpus  # for `hardware`
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(130))
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 100)
@@ -234,9 +231,10 @@ def main():
     directory = results.with_suffix("")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    content = {"date": str(date.today()), "command": sys.argv[1:], "commit": bench.commit()}
-    content |= {"hardware": bench.hardware(), "gpus": args.gpus, "python": sys.version.split()[0]}
-    content |= {"versions": bench.VERSIONS, "runs": (runs := check(args, directory, console))}
+    content = {"date": str(date.today()), "command": sys.argv[1:], "commit": machine.commit()}
+    content |= {"hardware": machine.hardware(args.gpus), "gpus": args.gpus}
+    content |= {"python": sys.version.split()[0], "versions": machine.VERSIONS}
+    content |= {"runs": (runs := check(args, directory, console))}
     table = Table("run", "compared with", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "yardstick"):
         worst = max(run["differences"], key=share_of_bound, default=None)
@@ -246,7 +244,7 @@ def main():
     causes = [CAUSES] if problems and runs[1:] else []
     console.print(table, *problems, *causes, sep="\n", soft_wrap=True)
     results.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    subprocess.run([sys.executable, bench.ROOT / "docs/pictures/draw.py", results])
+    subprocess.run([sys.executable, machine.ROOT / "tools/draw.py", results])
     if not problems:
         shutil.rmtree(directory)
     sys.exit(bool(problems))

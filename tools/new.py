@@ -76,8 +76,8 @@ def load(name, recipe):
     and what it names of another example. What it imports from a recipe is in the copy already."""
     lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
     for node, part in statements(text := source(name, "py", recipe)):
-        module = getattr(node, "module", None) or ""
-        if module in EXAMPLES:
+        module = (getattr(node, "module", None) or "").replace(".", "/")
+        if source(module, "py", recipe):  # another example, or of examples/lib
             more, theirs = load(module, recipe)
             lines += more
             given = {alias.name for alias in node.names}
