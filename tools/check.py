@@ -120,12 +120,14 @@ def train(run, output):
 
 
 def error_of(copy, text):
-    """Return the line that says why a run has failed: the copy's own, an exception's, the last."""
+    """Return the line of an output that says why a run has failed: the copy's own, that of an
+    exception, or the launcher's."""
     own = rf"^{re.escape(Path(copy).stem)}: error: .*"
-    for pattern in (own, r"^[\w.]+(?:Error|Exception)\b.*"):
+    exception = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception)\b.*"
+    for pattern in (own, exception, r"Signal \d+ .*", r"\S.*(?=\s*\Z)"):
         if found := re.search(pattern, text, re.MULTILINE):
             return found[0]
-    return (text.split("\n\n")[0].strip().splitlines() or ["no output"])[-1]
+    return "no output"
 
 
 def difference(one, other):
