@@ -84,7 +84,7 @@ def compute_loss(model, batch):
 
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate. Replace this."""
-    peak = args.lr * args.global_batch_size / 128
+    peak = args.lr * args.global_batch_size / 128  # --lr is for 128 samples
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
@@ -286,9 +286,10 @@ class ImageTensors(Dataset):
 
 
 def cifar10(directory, accelerator):
-    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
-    per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
+    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
     with accelerator.main_process_first(), accelerator.local_main_process_first():
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # a barrier of NCCL need not block the host
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
