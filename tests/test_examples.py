@@ -195,12 +195,44 @@ def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
         parameter.data += torch.randn_like(parameter) * parameter.requires_grad
     assert all(".lora_" in name for name in trained.state_dict()), "no frozen weights"
     save_file(trained.state_dict(), tmp_path / "model.safetensors")
-    lora.save_adapter(SimpleNamespace(is_main_process=True), tmp_path)
+    args = SimpleNamespace(output_dir=tmp_path, weights=None)
+    lora.save_adapter(SimpleNamespace(is_main_process=True), trained, args)
     inputs = torch.randn(5, 4)
     expected = plain(inputs)
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path)(inputs)
     torch.testing.assert_close(loaded, trained(inputs))
     assert not torch.allclose(loaded, expected)
+
+
+def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
+    """Unless the weights were others than the base's: then it must not."""
+    tokenizers, transformers = imported("tokenizers", "transformers")
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(intermediate_size=8, vocab_size=300, **size)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("one line of a text\n" * 99)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train(str(tmp_path / "text.txt"), 300)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer.save_pretrained(tmp_path / "base")
+    flags = ["--cpu", "--base", tmp_path / "base", "--text", tmp_path / "text.txt"]
+    flags += ["--length", 8, "--batch-size", 4, "--max-steps", 2]
+    scripts = [tmp_path / "with_ddp.py", tmp_path / "with_sharded.py"]
+    for script, recipe in zip(scripts, ("ddp", "sharded"), strict=True):
+        make(script, recipe, "fine_tune", "lora")
+    of_weights = ["--weights", tmp_path / "base/model.safetensors"]
+    *runs, other = train_forked(
+        tmp_path,
+        (1, scripts[0], flags),
+        (2, scripts[1], flags),
+        (1, scripts[0], [*flags, *of_weights]),
+    )
+    for run in runs:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(run.directory).state_dict()
+        trained = {name: loaded[name] for name in run.weights}
+        torch.testing.assert_close(trained, run.weights, rtol=0, atol=0)
+    config = json.loads((other.directory / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
 
 
 def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
@@ -237,6 +269,35 @@ def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     assert {name: (x.shape, x.dtype) for name, x in shapes.items()} == {
         name: (x.shape, x.dtype) for name, x in expected.items()
     }
+
+
+@pytest.mark.parametrize("name", ["language_model", "diffusion", "gan"])
+def test_groups_of_parameters_keep_their_own_peak_rates(name):
+    (example,) = imported(name)
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)]
+    groups[0]["lr"] = 1e-6
+    model = SimpleNamespace(parameters=lambda: groups)
+    optimizer, schedule = example.make_optimizer(model, SimpleNamespace(lr=0.1), 9)
+    rates = []
+    for _ in range(9):
+        rates.append(schedule.get_last_lr())
+        optimizer.step()
+        schedule.step()
+    own, other = (max(x) for x in zip(*rates, strict=True))
+    assert own == pytest.approx(1e-6)
+    assert other == pytest.approx(0.1 / 500 if name == "gan" else 0.1)
+
+
+def test_two_optimizers_may_have_two_rates(tmp_path):
+    """In a copy whose owner gave AdamW a tenth of Muon's rate."""
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "second_optimizer")
+    text = script.read_text()
+    before = '[{"params": others}]'
+    assert text.count(before) == 1
+    script.write_text(text.replace(before, '[{"params": others, "lr": args.lr / 10}]'))
+    (run,) = train_forked(tmp_path, (1, script, [*SMALL, "--lr", 1e-3, "--max-steps", 2]))
+    assert run.summary["peak_learning_rate"] == pytest.approx([1e-3, 1e-4])
 
 
 def test_two_optimizers_as_one_step_as_each_alone():

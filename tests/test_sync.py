@@ -22,7 +22,7 @@ OWN = {
     "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer"},
 }
 # Functions of the reference that it does not have.
-DDP = {"rebuild_buckets"}
+DDP = {"rebuild_buckets", "broadcast_buffers"}
 WITHOUT = {"amp_cifar": set(), "pipeline_cifar": DDP, "sharded_cifar": DDP}
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
@@ -137,7 +137,7 @@ def project(tmp_path):
     return sync
 
 
-OLD, NEW = "timedelta(hours=1)", "timedelta(hours=3)"  # of the block
+OLD, NEW = "timedelta(days=1)", "timedelta(days=3)"  # of the block
 
 
 def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):

@@ -101,6 +101,20 @@ def test_the_learning_rate_warms_up_then_decays_and_is_above_0_in_each_step(tota
         assert rates[peak:] == sorted(rates[peak:], reverse=True)
 
 
+ALL = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_param_groups_keep_the_rates_that_they_were_given(name):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    groups[1]["lr"] = 0.001
+    args = SimpleNamespace(lr=0.1, global_batch_size=256, precision="fp32")
+    make_optimizer = load(f"recipes/{name}_cifar.py").make_optimizer
+    model = SimpleNamespace(parameters=lambda: groups)
+    optimizer, _ = make_optimizer(model, args, 10)
+    assert [group["max_lr"] for group in optimizer.param_groups] == [0.2, 0.001]
+
+
 def control_characters(text):
     return re.findall(r"[^\x20-\x7e\n]", text)
 
