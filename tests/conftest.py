@@ -33,7 +33,7 @@ os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = st
 # Two equal runs differ in these of metrics.jsonl.
 MEASURED = {"time", "seconds", "samples_per_second", "data_wait", "slowest_rank"}
 MEASURED |= {"peak_memory_gib", "save_seconds"}
-CONFIG = ("output_dir", "checkpoint_every", "keep")  # of a checkpoint: the same
+CONFIG = ("output_dir", "checkpoint_every", "keep")  # flags in which two equal runs may differ
 STEPS = 20  # of disturbed_training.py: two epochs of 640 samples at a global batch of 64
 PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
