@@ -54,7 +54,7 @@ NOTES = f"""
 
 
 class Counter(MemTracker):
-    """MemTracker without its statistics of modules: those refuse a module that is called twice."""
+    """MemTracker without its statistics of modules, which fail if a module is called twice."""
 
     def _pre_fw_hook(self, *_):
         pass

@@ -51,7 +51,7 @@ def build_model(args):
 
 
 class Notes:
-    """What one rank does. With `stop`, the last one gets SIGTERM in the last step."""
+    """Measures one rank. With `stop`, the last rank gets SIGTERM in its fourth step."""
 
     def __init__(self, recipe, stop):
         self.rank, self.is_last = recipe.RANK, recipe.RANK == recipe.WORLD_SIZE - 1
