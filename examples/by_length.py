@@ -2,7 +2,7 @@
 """Train a small Llama on the lines of a text file, in batches of lines of similar lengths.
 
     cat $(python -c "import os; print(os.__file__[:-5])")[a-d]*.py | grep . > text.txt
-    torchrun --nproc_per_node 2 mine.py --text text.txt --batch-size 64 --lr 3e-3 --epochs 1
+    torchrun --nproc_per_node 2 mine.py --text text.txt --batch-size 64 --epochs 1
 
 Needs `pip install transformers`. The bytes of a line are its tokens, at most --length + 1 of them.
 The first tenth of the lines is the test set. The order puts lines of similar lengths into the same

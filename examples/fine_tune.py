@@ -11,9 +11,9 @@
     torchrun --nproc_per_node 2 mine.py --base base --epochs 1 --batch-size 16 --lr 3e-3
 
 Needs `pip install transformers`. The second and third command make a tiny model with random
-weights: with a real one, --lr 1e-5 is usual. Weights saved in bf16 are trained in fp32, or small
-updates would be rounded away. `from_pretrained` loads model.safetensors of a run from a directory
-with the other files of --base.
+weights, for which --lr is higher than for pretrained ones. Weights saved in bf16 are trained in
+fp32, or small updates would be rounded away. `from_pretrained` loads model.safetensors of a run
+from a directory with the other files of --base.
 
 Recipes: ddp, amp, sharded.
 """
@@ -33,6 +33,7 @@ def add_flags(parser):
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
     parser.add_argument("--text", default="text.txt", help="a file (text.txt)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (128)")
+    parser.set_defaults(lr=1e-5)  # usual for pretrained weights
 
 
 def load_data(args, accelerator):

@@ -2,7 +2,7 @@
 """Train a small Llama on the bytes of a text file.
 
     python -c "from pydoc_data.topics import topics; print(*topics.values())" > text.txt
-    torchrun --nproc_per_node 2 mine.py --text text.txt --epochs 1 --batch-size 16 --lr 3e-3
+    torchrun --nproc_per_node 2 mine.py --text text.txt --epochs 1 --batch-size 16
 
 Needs `pip install transformers`. The bytes of the file are the tokens, and its last tenth is the
 test set. Every token counts once, however a batch is divided: "weight" is the number of a
@@ -23,6 +23,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     parser.add_argument("--text", default="text.txt", help="a file of any kind (text.txt)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence (256)")
+    parser.set_defaults(lr=3e-3)
 
 
 def load_data(args, accelerator):

@@ -3,7 +3,7 @@
 
     python -c "from pydoc_data.topics import topics; print(*[*topics.values()][:40])" > a.txt
     cat $(python -c "import os; print(os.__file__[:-5])")[a-b]*.py > b.txt
-    torchrun --nproc_per_node 2 mine.py --mix a.txt:3 b.txt:1 --batch-size 16 --lr 3e-3 --epochs 1
+    torchrun --nproc_per_node 2 mine.py --mix a.txt:3 b.txt:1 --batch-size 16 --epochs 1
 
 Needs `pip install transformers`. Here three of four sequences are of a.txt, in any part of an
 epoch, which has as many as all texts together: a short text comes several times, and of a long one
@@ -40,6 +40,7 @@ def add_flags(parser):
     add = parser.add_argument
     add("--mix", nargs="+", required=True, metavar="PATH:WEIGHT", help="texts, and their weights")
     add("--length", type=int, default=256, help="tokens of a sequence (256)")
+    parser.set_defaults(lr=3e-3)
 
 
 def load_data(args, accelerator):

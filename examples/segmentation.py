@@ -4,7 +4,7 @@
     python -c "import os; from PIL.Image import radial_gradient; os.mkdir('rings'); [
         (x.save(f'rings/{i}.jpg'), x.point(lambda value: value // 64).save(f'rings/{i}.png'))
         for i in range(160) for x in [radial_gradient('L').crop((i, i // 2, i + 64, i // 2 + 64))]]"
-    torchrun --nproc_per_node 2 mine.py --images rings --batch-size 8 --epochs 6 --lr 3e-3
+    torchrun --nproc_per_node 2 mine.py --images rings --batch-size 8 --epochs 6
 
 A mask has the number of a class, or 255 for a pixel that does not count, as in PASCAL VOC. Every
 tenth image is in the test set. All pixels that count are equal: "weight" is their number in an
@@ -33,6 +33,7 @@ def add_flags(parser):
     parser.add_argument("--images", default="images", help="a directory (images)")
     parser.add_argument("--classes", type=int, default=4, help="number of classes (4)")
     parser.add_argument("--size", type=int, default=64, help="height and width, of 8 n pixels (64)")
+    parser.set_defaults(lr=3e-3)
 
 
 class Masks(Dataset):
