@@ -382,7 +382,7 @@ def measure(configurations, args, console):
 def main():
     args = parse_args()
     args.hardware = hardware(GPUS)
-    args.commit = commit()  # before the measurement, during which somebody may go on working
+    args.commit = commit()  # before the measurement, during which files may change
     args.measured = "No whole round"
     os.makedirs(args.output_dir, exist_ok=True)
     possible = [Configuration(name, n) for name in args.recipes for n in args.processes]

@@ -50,7 +50,7 @@ class Exit(Exception):
 
 def load(path, exits=False):
     """Return a recipe as a module. With `exits` its `exit_with_error` raises `Exit`, so that a test
-    can call in its own process whatever exits with an error."""
+    can call a function that exits with an error in its own process."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -74,7 +74,7 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
 
 
 def outputs(directory):
-    """What a training has left: its lines, its summary, its weights."""
+    """The results of a training: its lines, its summary, its weights."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return SimpleNamespace(
         directory=directory,

@@ -205,7 +205,7 @@ def test_how_a_run_may_end(script, failure, unavailable, monkeypatch, tmp_path):
 
 
 def test_each_recipe_gets_its_share_of_one_global_batch(monkeypatch):
-    """On GPUs that are not there."""
+    """With a mocked number of GPUs."""
     monkeypatch.setattr(bench, "GPUS", 8)
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     args = bench.parse_args()
@@ -223,7 +223,7 @@ def test_each_recipe_gets_its_share_of_one_global_batch(monkeypatch):
 
 
 def test_a_published_table_is_the_measured_one(main, tmp_path):
-    """What is measured lies in runs/; `--publish` copies it, unless it is incomplete."""
+    """Measurements are in runs/; `--publish` copies them, unless they are incomplete."""
     main({"ddp_cifar": [100], "amp_cifar": [200]}, "--rounds", "1")
     [path] = (tmp_path / "out").glob("*.json")
     results = tmp_path / "results"

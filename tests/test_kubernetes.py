@@ -1,5 +1,5 @@
 """kubernetes.yaml: valid by Kubernetes' schemas, and run by a stand-in for a cluster, two pods on
-this machine. What differs from the file is what its reader edits."""
+this machine. It differs from the file only in what its reader edits."""
 
 import contextlib
 from pathlib import Path

@@ -175,7 +175,7 @@ def draw_ddp(figure):
     ranks = last_step(measure(2, "ddp", f"{RESNET} --batch-size 32", "ddp"), 1)
     for rank, events in enumerate(ranks):
         for start, end, what in events:
-            below = what == "all-reduce"  # beside the computation, which goes on
+            below = what == "all-reduce"  # beside the computation, which continues
             bar(axes, rank + 0.35 * below, start, end, what, 0.3)
     axes.set(yticks=range(len(ranks)), yticklabels=[f"rank {rank}" for rank in range(len(ranks))])
     axes.set(xlabel="seconds", title="ResNet-50, ImageNet stem, batch 32 per process")

@@ -7,11 +7,11 @@ trainings take a minute. conftest.py starts it once and writes to its stdin, in 
      "imports": modules that they need besides}
 
 A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its
-`flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience` in
-seconds, and `grace`, what is left of it when a process has failed: five; `terminate`: SIGTERM
-before SIGKILL, as from a launcher; `until`: [text, n], the run is over when its output has the text
-n times. The answer, a line on stdout, has [exit codes by rank, output]
-for each; where patience has ended a run, the output's last line says so.
+`flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience`:
+seconds until the run is ended; `grace`: seconds that the others have when a process has failed (5);
+`terminate`: SIGTERM before SIGKILL, as from a launcher; `until`: [text, n], the run is ended when
+its output has the text n times. The answer, a line on stdout, has [exit codes by rank, output] for
+each run. If patience has ended a run, the output's last line says so.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ kept = []
 
 
 def work(run, rank, port, request, cores):
-    """What a forked process does."""
+    """Run one rank, in a forked process."""
     processes = run["processes"]
     os.environ.clear()
     os.environ.update({**request["env"], **run.get("env", {})})
