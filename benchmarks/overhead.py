@@ -36,12 +36,12 @@ COMPARISONS = [
 class Training:
     """A recipe's model and optimizer, in Accelerate, in plain DDP and without DDP."""
 
-    def __init__(self, recipe, args, accelerator):
+    def __init__(self, recipe, run):
         self.recipe = recipe
-        self.args = args
-        self.accelerator = accelerator
-        loaders = recipe.reproducible(recipe.load_data(args, accelerator), args)
-        self.loader, _ = accelerator.prepare(*loaders)
+        self.run = run
+        self.args = run.args
+        self.accelerator = accelerator = run.accelerator
+        self.loader, _ = run.prepare_data(recipe.load_data(run.args, accelerator))
         self.batches = self.endless_batches()
         self.cached = next(self.batches)
 
@@ -69,8 +69,8 @@ class Training:
             yield from self.loader
 
     def train_step(self, batch):
-        arguments = self.accelerator, self.model, self.optimizer, self.scheduler
-        self.recipe.train_step(*arguments, [batch], self.args, step=1, measure_norm=False)
+        arguments = self.run, self.model, self.optimizer, self.scheduler
+        self.recipe.train_step(*arguments, [batch])
 
     def plain_step(self, model, optimizer, scheduler):
         images, labels = self.cached
@@ -157,14 +157,17 @@ def main():
     recipe = load(ROOT / f"recipes/{own.recipe}.py")
     args = recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
     args.lr = 1e-6  # nothing is learnt
+    args.output_dir = "runs/overhead"
     precision = "fp32"
     if own.recipe == "amp_cifar":
-        precision, _ = recipe.choose_precision(args)
+        recipe.set_precision(args)
+        precision = args.precision
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = recipe.make_accelerator(args, precision, ddp)
+    run = recipe.Run(args, precision, ddp)
+    run.line_due = False
+    accelerator = run.accelerator
     processes = accelerator.num_processes
-    args.global_batch_size = args.batch_size * processes
-    training = Training(recipe, args, accelerator)
+    training = Training(recipe, run)
     seconds = seconds_per_step(training, own.rounds, own.steps)
 
     say = accelerator.print

@@ -24,7 +24,7 @@ def test_a_training_in_bf16_follows_that_in_fp32_and_fp32_is_that_of_ddp(tmp_pat
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Call `choose_precision` for a device that has bf16, or not, with a launch config."""
+    """Call `set_precision` for a device that has bf16, or not, with a launch config."""
 
     def call(flag=None, config="no", gpu=False, bf16=True):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", config)
@@ -32,7 +32,9 @@ def choose(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bf16})
-        return recipe.choose_precision(SimpleNamespace(precision=flag, cpu=not gpu))
+        args = SimpleNamespace(precision=flag, cpu=not gpu)
+        chosen_by = recipe.set_precision(args)
+        return args.precision, chosen_by
 
     return call
 
@@ -68,7 +70,7 @@ def test_a_precision_that_cannot_be_had_is_an_error_and_not_another_one(choose, 
 def test_cuda_is_not_asked_with_cpu(monkeypatch):
     """Once asked, CUDA sees the GPUs that are hidden afterwards."""
     monkeypatch.setattr(torch.cuda, "is_available", pytest.fail)
-    recipe.choose_precision(SimpleNamespace(precision=None, cpu=True))
+    recipe.set_precision(SimpleNamespace(precision=None, cpu=True))
 
 
 def test_weights_in_16_bits_are_an_error_before_the_first_step():

@@ -32,8 +32,8 @@ def build_model(args):
 quiet_loss = compute_loss
 
 
-def compute_loss(model, batch):
-    values = quiet_loss(model, batch)
+def compute_loss(model, batch, args):
+    values = quiet_loss(model, batch, args)
     noise = torch.rand_like(values["loss"])
     return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
 """
@@ -138,12 +138,12 @@ BY_RANK = """
 plain_loss = compute_loss
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     images, labels = batch
     if model.training:
         torch.manual_seed(accelerate.PartialState().process_index)
         images = images + 0.1 * torch.randn(images.shape)
-    return plain_loss(model, (images, labels))
+    return plain_loss(model, (images, labels), args)
 """
 PREPARED = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 INITIALISED = """    torch.manual_seed(accelerator.process_index)

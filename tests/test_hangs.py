@@ -28,9 +28,9 @@ def log(call):
         STALL
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     log(20)
-    return plain_loss(model, batch)
+    return plain_loss(model, batch, args)
 """
 IN_EVALUATION = IN_COMPUTE_LOSS.replace("    log(20)", "    model.training or log(2)")
 IN_WORKER = """
@@ -52,12 +52,12 @@ plain_loss = compute_loss
 group = None
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     global group
     group = group or distributed.new_group(backend="gloo")
     if here(9):
         distributed.barrier(group)
-    return plain_loss(model, batch)
+    return plain_loss(model, batch, args)
 """
 # A device that executes all-reduces in order, four in a step, while the host runs ahead into the
 # next step: there it waits for its queue in a function of its own.
@@ -86,13 +86,13 @@ def launch(values):
     device.put(values)
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
+def train_step(run, model, optimizer, scheduler, microbatches):
     if here(9):
         STALL
     for _ in range(4):
         launch(torch.zeros(1))
-    metrics = [{"loss": torch.zeros(len(batch[1]))} for batch in microbatches]
-    return metrics, None
+    values = [{"loss": torch.zeros(len(batch[1]))} for batch in microbatches]
+    return values, None
 """
 SETTING_UP = """
 plain_choice = choose_device
@@ -107,7 +107,7 @@ SLOW = f"""
 import weakref
 
 held = weakref.ref(set())  # which is gone
-plain_load, plain_save, plain_loss = load_data, Checkpoints.collect_states, compute_loss
+plain_load, plain_save, plain_loss = load_data, FileStorage.collect, compute_loss
 
 
 def load_data(args, accelerator):
@@ -115,21 +115,21 @@ def load_data(args, accelerator):
     return plain_load(args, accelerator)
 
 
-def collect_slowly(checkpoints):
+def collect_slowly(storage):
     time.sleep({1.25 * TIMEOUT})
-    return plain_save(checkpoints)
+    return plain_save(storage)
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     global held
     assert held() is None, "the tensors of a function that has returned"
     tensor = torch.empty(1)
     held = weakref.ref(tensor)
     time.sleep(0 if model.training else {0.25 * TIMEOUT})
-    return plain_loss(model, batch)
+    return plain_loss(model, batch, args)
 
 
-Checkpoints.collect_states = collect_slowly
+FileStorage.collect = collect_slowly
 """
 CASES = {  # (processes, recipe, where it stalls, how, the function that is named)
     "stalls in training": (2, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
@@ -214,6 +214,6 @@ def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):
     (codes, output), _ = stalled["stalls while it is set up"]
     assert codes == [-9, -9] and ": error: " not in output, output
     stacks = output.split(f"Timeout (0:00:{TIMEOUT:02})!\n")[1:]
-    assert len(stacks) == 2 and all(" in make_accelerator\n" in stack for stack in stacks)
+    assert len(stacks) == 2 and all(" in __init__\n" in stack for stack in stacks)
     (stalling,) = [stack for stack in stacks if " in choose_device\n" in stack]
-    assert stalling.index("choose_device") < stalling.index("make_accelerator")
+    assert stalling.index("choose_device") < stalling.index("__init__")

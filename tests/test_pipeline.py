@@ -76,7 +76,9 @@ CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]
 def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin):
     flags = SimpleNamespace(model="resnet50", stem=stem, split=split)
     model = recipe.build_model(flags).eval().double()
-    first, second = recipe.cut(recipe.model_blocks(model), flags)
+    blocks = recipe.model_blocks(model)
+    recipe.set_split(flags, list(blocks))
+    first, second = recipe.cut(blocks, flags.split)
     assert next(iter(second)) == begin
     chain = nn.Sequential(*first.values(), *second.values())
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -90,7 +92,10 @@ class OwnForward(nn.Sequential):
 
 
 def cut(*blocks, split="1"):
-    recipe.cut(recipe.model_blocks(nn.Sequential(*blocks)), SimpleNamespace(split=split))
+    flags = SimpleNamespace(split=split)
+    blocks = recipe.model_blocks(nn.Sequential(*blocks))
+    recipe.set_split(flags, list(blocks))
+    recipe.cut(blocks, flags.split)
 
 
 def count_pipelines(world_size=1, **more):
@@ -104,11 +109,11 @@ def last_stage(batch, keys=("loss",)):
     """Evaluate a batch on the last stage of a pipeline whose first batch was four samples."""
 
     def evaluate(target, return_outputs):
-        model.chunk_metrics.append(dict.fromkeys(keys, torch.zeros(4)))
+        model.chunk_values.append(dict.fromkeys(keys, torch.zeros(4)))
 
     model = SimpleNamespace(batch_size=4, batch_shapes=[(4, 2), (4,)], training=False, chunks=1)
-    model.chunk_metrics = []
-    model.metric_names = ["loss"]
+    model.chunk_values = []
+    model.keys = ["loss"]
     model.group = SimpleNamespace(rank=lambda: 1)
     model.schedule = SimpleNamespace(eval=evaluate)
     return recipe.run_pipeline(model, batch)

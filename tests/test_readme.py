@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import new
 import numpy
@@ -130,10 +131,11 @@ def test_the_flags_that_a_resumed_run_may_change():
     of_all, *own = re.split(r"In the pipeline|In sharded", text)
     documented = {"ddp": of_all, "amp": of_all, "pipeline": of_all + own[0]}
     documented["sharded"] = of_all + own[1]
-    classes = {"pipeline": "PipelineCheckpoints", "sharded": "ShardedCheckpoints"}
+    classes = {"pipeline": "PipelineStorage", "sharded": "ShardedStorage"}
     for recipe, flags in documented.items():
         module = load(f"recipes/{recipe}_cifar.py")
-        may_differ = getattr(module, classes.get(recipe, "Checkpoints")).may_differ
+        storage = getattr(module, classes.get(recipe, "FileStorage"))
+        may_differ = module.Checkpoints(SimpleNamespace(storage=storage, facts={})).may_differ
         free = {"--" + name.replace("_", "-") for name in may_differ} & flags_of(recipe).keys()
         free -= {"--output-dir", "--weights"}  # they say where a run resumes, or starts
         named = set(re.findall(r"--[a-z-]+", flags)) - {"--global-batch-size"}

@@ -58,8 +58,8 @@ WEIGHTED = """
 plain_loss = compute_loss
 
 
-def compute_loss(model, batch):
-    return {**plain_loss(model, batch), "weight": batch[1] + 0.5}
+def compute_loss(model, batch, args):
+    return {**plain_loss(model, batch, args), "weight": batch[1] + 0.5}
 """
 EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
     "1": (1, ["--batch-size", 32]),
@@ -193,10 +193,10 @@ def reduce_scatter(*arguments, **options):
 setattr(distributed, SCATTER, reduce_scatter)
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, args, number, measure_norm):
+def train_step(run, model, optimizer, scheduler, microbatches):
     rank, step, what = json.loads(os.environ.get("DISTURB", "[0, 0, 0]"))
     microbatches = list(microbatches)
-    if (accelerator.process_index, number) == (rank, step):
+    if (RANK, run.step) == (rank, step):
         if what == "nan":
             microbatches[0][0].fill_(math.nan)
         elif what == "stop":
@@ -205,8 +205,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, args, num
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
         else:
             sys.addaudithook(partial(kill_at, what))
-    more = microbatches, args, number, measure_norm
-    return plain_train_step(accelerator, model, optimizer, scheduler, *more)
+    return plain_train_step(run, model, optimizer, scheduler, microbatches)
 
 
 def kill_at(moment, event, arguments):
