@@ -78,10 +78,12 @@ def compute_loss(model, batch, args):
 
 
 def make_optimizer(model, args, total_steps):
-    """Return the optimizer, and the schedule of its learning rate, whose peak is `--lr`."""
+    """Return the optimizer, and the schedule of its learning rate, whose peak is `--lr`
+    at any batch size."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
-    return optimizer, schedule(optimizer, args.lr, total_steps + 1, cycle_momentum=False)
+    return optimizer, schedule(optimizer, peaks, total_steps + 1, cycle_momentum=False)
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@
 
 The paper is arXiv:1406.2661. One backward pass computes both players' gradients, and one optimizer
 updates both at once: the critic's loss sees detached images, the generator's a critic with detached
-weights. Neither loss shows progress: look at samples.png, 64 images made at the end. Both
-rates are --lr / 500. --clip-norm clips both players' gradients together.
+weights. Neither loss shows progress: look at samples.png, 64 images made at the end. Both rates are
+--lr / 500 at any batch size. --clip-norm clips both players' gradients together.
 
 Recipes: ddp, amp.
 """
@@ -61,7 +61,7 @@ def compute_loss(model, batch, args):
 
 
 def make_optimizer(model, args, total_steps):
-    """Return the optimizer of both players, and the schedule: a constant rate."""
+    """Return the optimizer of both players, and the schedule: constant, at `--lr` / 500."""
     # As in DCGAN (Radford et al. 2015, arXiv:1511.06434).
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr / 500, betas=(0.5, 0.999))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

@@ -3,8 +3,10 @@
 
 Needs `pip install peft`. Checkpoints and model.safetensors hold the trained parameters and the
 buffers alone. At the end peft's `PeftModel.from_pretrained(model, "runs/mine")` loads the matrices
-as an adapter. --weights names weights of the whole model, to begin with. To train other layers,
-or to make the matrices larger, edit `lora_config`.
+as an adapter. If the model is from a `from_pretrained` of transformers, adapter_config.json names
+its source, and `from_pretrained("runs/mine")` loads both. --weights names weights of the whole
+model, to begin with: then adapter_config.json names no source. To train other layers, or to make
+the matrices larger, edit `lora_config`.
 
 Recipes: ddp, amp, pipeline, sharded.
 """
@@ -45,14 +47,17 @@ def leave_out_frozen(model):
     model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
 
-def save_adapter(accelerator, directory):
+def save_adapter(accelerator, model, args):
     """Write what model.safetensors has of the matrices in the form that peft reads."""
     if not accelerator.is_main_process:
         return
-    weights = load_file(Path(directory, "model.safetensors"))
+    weights = load_file(Path(args.output_dir, "model.safetensors"))
     matrices = {name: x for name, x in weights.items() if ".lora_" in name}
     layers = sorted({name.partition(".lora_")[0] for name in matrices})
     names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in matrices}
-    path = Path(directory, "adapter_model.safetensors")
+    path = Path(args.output_dir, "adapter_model.safetensors")
     save_file({names[name]: x for name, x in matrices.items()}, path)
-    lora_config(layers).save_pretrained(directory)
+    config = lora_config(layers)
+    if not args.weights:  # they are not those of the name
+        config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
+    config.save_pretrained(args.output_dir)

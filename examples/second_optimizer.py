@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon optimizes the matrices of linear layers, AdamW everything else.
 
-Both have the peak rate --lr (1e-3 is a good start) and one schedule: Muon's updates are scaled to
-the size of AdamW's. To choose other optimizers or other parameters, edit `make_two_optimizers`.
+Both have the peak rate --lr (1e-3 is a good start) at any batch size, and one schedule: Muon's
+updates are scaled to the size of AdamW's. To choose other optimizers or other parameters, edit
+`make_two_optimizers`.
 
 Recipes: ddp, amp, pipeline, sharded.
 """
@@ -39,7 +40,8 @@ class TwoOptimizers(torch.optim.Optimizer):
 
 
 def make_two_optimizers(model, args, total_steps):
-    """Return the optimizers as one, and the schedule of their learning rate, whose peak is `--lr`.
+    """Return the optimizers as one, and the schedule of their learning rates, whose peak is
+    `--lr` at any batch size.
 
     Muon (Jordan et al. 2024) orthogonalizes the updates of matrices. Embeddings are AdamW's, and
     so is a head whose weight is theirs. A group may be empty: a stage of a pipeline may have no
@@ -53,6 +55,7 @@ def make_two_optimizers(model, args, total_steps):
     muon = torch.optim.Muon([{"params": matrices}], adjust_lr_fn="match_rms_adamw", **options)
     adamw = torch.optim.AdamW([{"params": others}], **options)
     optimizer = TwoOptimizers(muon, adamw)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, schedule(optimizer, args.lr, total_steps + 1, **shape)
+    return optimizer, schedule(optimizer, peaks, total_steps + 1, **shape)

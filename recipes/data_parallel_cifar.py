@@ -84,12 +84,14 @@ def compute_loss(model, batch, args):
 
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate. Replace this."""
-    peak = args.lr * args.global_batch_size / 128
+    peak = args.lr * args.global_batch_size / 128  # --lr is for 128 samples
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps + 1, **shape)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    return optimizer, schedule
 
 
 def parse_args():
@@ -129,12 +131,14 @@ def make_accelerator(args):
         exit_with_error("DataParallel needs one process, --num_processes 1: or use ddp_cifar.py")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         exit_with_error("the baseline trains in fp32: use amp_cifar.py, or mixed_precision: 'no'")
-    if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or DataParallel would take the GPUs
-    if not (args.cpu or torch.cuda.is_available()) and os.path.exists("/dev/nvidia0"):
-        exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
+    if torch.cuda.is_available() and not args.cpu:
+        # Shapes rarely change: time the algorithms once. The fastest differs from run to run.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+        torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
+    elif not args.cpu and any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):  # NVIDIA, AMD
+        remedy = "update the driver, or install torch for this kind of GPU (CUDA or ROCm)"
+        exit_with_error(f"torch cannot use the GPUs: {remedy}; or add --cpu")
     torch.set_num_threads(args.threads)
-    torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
     return Accelerator(cpu=args.cpu, dataloader_config=loading)
@@ -159,12 +163,16 @@ def main():
     train_loader, test_loader = accelerator.prepare(*load_data(args, accelerator))
     total_steps = min(args.epochs * len(train_loader), args.max_steps)
     # Accelerate does not know DataParallel: the model is on the first GPU, and not prepared.
-    model = nn.DataParallel(build_model(args).to(accelerator.device))
+    model = build_model(args).to(accelerator.device)
+    # Now CUDA is initialised: before, torch counts GPUs that this process cannot use (MIG).
+    gpus = torch.cuda.device_count() if accelerator.device.type == "cuda" else 0
+    if gpus:
+        model = nn.DataParallel(model)
     optimizer, scheduler = make_optimizer(model, args, total_steps)
     optimizer = accelerator.prepare(optimizer)
     config = {"recipe": RECIPE, **vars(args), "precision": "fp32", "steps": total_steps}
-    config["device"] = torch.cuda.get_device_name() if model.device_ids else "cpu"
-    config["replicas"] = max(1, len(model.device_ids))
+    config["device"] = torch.cuda.get_device_name() if gpus else "cpu"
+    config["replicas"] = max(1, gpus)
     print(json.dumps(config, indent=2))
     os.makedirs(args.output_dir, exist_ok=True)
 
@@ -204,6 +212,7 @@ def main():
 
     accelerator.save_model(model, args.output_dir)  # without "module."
     Path(args.output_dir, "summary.json").write_text(json.dumps(config | newest, indent=2) + "\n")
+    accelerator.end_training()
 
 
 def write(file, event, epoch, step, values):
@@ -277,9 +286,10 @@ class ImageTensors(Dataset):
 
 
 def cifar10(directory, accelerator):
-    """CIFAR-10 by torchvision, which downloads it where it is missing and verifies it, one process
-    per machine first: (N, 32, 32, 3) uint8 and (N,) int64 for training, and for the test."""
+    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
     with accelerator.main_process_first(), accelerator.local_main_process_first():
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # a barrier of NCCL need not block the host
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)

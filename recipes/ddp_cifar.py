@@ -30,7 +30,9 @@ import time
 import traceback
 import zipfile
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
@@ -111,12 +113,14 @@ def test_metrics(outputs, args):
 
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate. Replace this."""
-    peak = args.lr * args.global_batch_size / 128
+    peak = args.lr * args.global_batch_size / 128  # --lr is for 128 samples
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps + 1, **shape)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    return optimizer, schedule
 
 
 def train_step(run, model, optimizer, scheduler, microbatches):
@@ -169,7 +173,7 @@ def evaluate(run, model, loader):
 
 
 def main():
-    args = parse_args(add_flags, add_technique_flags)
+    args = parse_args(add_technique_flags, add_flags)
     ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     run = Run(args, "fp32", ddp)
     accelerator = run.accelerator
@@ -183,7 +187,7 @@ def main():
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     run.resume(states)
-    rebuild_buckets(run, model, train_loader)
+    set_up_ddp(run, model, train_loader)
     for epoch in run.epochs():
         for microbatches in run.steps(epoch):
             values, grad_norm = train_step(run, model, optimizer, scheduler, microbatches)
@@ -202,9 +206,25 @@ def add_technique_flags(parser):
     parser.add_argument("--compile", action="store_true", help="torch.compile (slow first step)")
 
 
-def rebuild_buckets(run, model, loader):
-    """In a resumed run, take a first backward pass, without a trace: after it DDP sums gradients in
-    another order, in which the interrupted run summed them."""
+def broadcast_buffers(model):
+    """Before each forward pass, let all ranks use rank 0's buffers, but BatchNorm's: training does
+    not read them, and `evaluate` broadcasts all. DDP would broadcast these in each step."""
+    model.broadcast_buffers = False
+    batchnorm = nn.modules.batchnorm._BatchNorm
+    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
+    buffers = [x for module in others for x in module.buffers(recurse=False)]
+
+    def from_rank_0(*_):
+        utils.broadcast(buffers)  # in place
+
+    if buffers:
+        model.register_forward_pre_hook(from_rank_0)
+
+
+def set_up_ddp(run, model, loader):
+    """Share the buffers. In a resumed run, take a first backward pass, without a trace: after it
+    DDP sums gradients in another order, in which the interrupted run summed them."""
+    broadcast_buffers(model)
     if run.resumed_from:
         before = [buffer.clone() for buffer in model.buffers()]
         values = compute_loss(model, next(iter(loader)), run.args)
@@ -263,6 +283,8 @@ class ImageTensors(Dataset):
 def cifar10(directory, accelerator):
     """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
     with accelerator.main_process_first(), accelerator.local_main_process_first():
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # a barrier of NCCL need not block the host
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
@@ -282,7 +304,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 71a6a048a8b2: identical in all recipes
+# ===================================== shared infrastructure 4427986c4f9e: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death it is another
@@ -292,7 +314,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(hours=1)  # of collectives, for hangs before the first step or in a save
+TIMEOUT = timedelta(days=1)  # of collectives: any save takes less. HangDetector ends what hangs
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -310,7 +332,9 @@ class Run:
         self.storage_type = storage
         self.facts = {}  # shown and saved with the flags; a resumed run may have others
         self.directory = Path(args.output_dir)
-        lock_output_directory(args.output_dir)
+        lock_output_directory(self.directory)
+        set_run_id(self.directory)
+        keep_script(self.directory)
         faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
         exit_if_config_is_ignored(precision)
         gpus, threads = choose_device(args)
@@ -361,6 +385,7 @@ class Run:
         """Return what summary.json and each checkpoint say: the flags, and what ran where."""
         git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
+        on_gpu = self.accelerator.device.type == "cuda"
         config = {
             "recipe": RECIPE,
             **vars(self.args),
@@ -371,7 +396,7 @@ class Run:
             "steps": self.total_steps,
             "steps_per_epoch": self.steps_per_epoch,
             "samples": self.samples,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "world_size": WORLD_SIZE,
             "versions": VERSIONS,
             "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
@@ -413,8 +438,8 @@ class Run:
         self.hang.progress += 1
         stopping = self.stop.vote()  # a signal, the same on all ranks, or 0
         if self.line_due or stopping:
-            results, norms, measured = self.metrics.gather(grad_norm)
-            exit_if_not_finite(results["loss"], norms, self.step)
+            results, losses, norms, measured = self.metrics.gather(grad_norm)
+            exit_if_not_finite(results["loss"], losses, norms[:, 0], self.step)
             exit_if_ranks_drift(norms, self.storage.parts, self.step)
             self.metrics.write("train", results, {**details(), **measured})
             self.metrics.start_line()
@@ -454,8 +479,8 @@ class Run:
     def save_weights(self, name):
         """Write the weights of the whole model, a tensor of several names (tied weights) once."""
         weights = self.storage.collect_weights()
-        save = self.accelerator.save
-        replace_file(self.directory / name, lambda x: save(weights, x, safe_serialization=True))
+        save = partial(self.accelerator.save, weights, safe_serialization=True)
+        self.on_main_process(replace_file, self.directory / name, save)
 
     def finish(self):
         """Write model.safetensors and summary.json, and print the results."""
@@ -483,15 +508,19 @@ def total_norm(tensors):
 def checked(returned):
     """Return the values that `compute_loss` returned, {name: (B,) tensor}, and its "outputs" or
     None. Exit with an error if they are anything else."""
-    if isinstance(returned, dict) and torch.is_tensor(returned.get("loss")):
+    found = f"no dictionary but a {type(returned).__name__}"
+    if isinstance(returned, dict):
         values = {name: value for name, value in returned.items() if name != "outputs"}
         outputs = returned.get("outputs")
-        shapes = {getattr(value, "shape", None) for value in values.values()}
-        if len(shapes) == 1 and values["loss"].dim() == 1:
-            if outputs is None or len(outputs) == len(values["loss"]):
+        shapes = {name: getattr(x, "shape", type(x)) for name, x in values.items()}
+        loss = shapes.get("loss")
+        if isinstance(loss, torch.Size) and len(loss) == 1 and set(shapes.values()) == {loss}:
+            if outputs is None or len(outputs) == loss[0]:
                 return values, outputs
+            shapes["outputs"] = f"{len(outputs)} of them"
+        found = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
     remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
-    exit_with_error(f'compute_loss: return {{"loss": tensor, ...}} with {remedy}')
+    exit_with_error(f'compute_loss returned {found}: return {{"loss": tensor, ...}} with {remedy}')
 
 
 def divide_by_mean_weight(accelerator, model, step_values):
@@ -517,7 +546,8 @@ def means(names, sums, samples):
     """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit unless of `samples` rows."""
     *totals, weight, counted = sums.tolist()
     if counted != samples:
-        exit_with_error(f"compute_loss: {counted:g} values for {samples} samples")
+        why = "compute_loss or a collate_fn leaves some out, or load_data changes args.batch_size"
+        exit_with_error(f"{counted:g} values of compute_loss for {samples} samples: {why}")
     names = [name for name in names if name != "weight"]
     return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
 
@@ -582,8 +612,8 @@ class Metrics:
 
     @waits_for_other_ranks
     def gather(self, grad_norm):
-        """Return the means since the last line over all processes, the norms of each rank's weights
-        and gradients (P, 1 or 2), and what was measured besides."""
+        """Return the means since the last line over all ranks, each rank's sum of losses, its norms
+        of weights and gradients (P, 1 or 2), and what was measured besides."""
         run = self.run
         norms = [total_norm(run.model.parameters())]
         norms += [] if grad_norm is None else [grad_norm]
@@ -595,13 +625,14 @@ class Metrics:
         seconds = time.perf_counter() - self.clock
         samples = (run.step - self.last_line) * run.args.global_batch_size
         results = means(self.names, sums.sum(0), samples)
+        losses = sums[:, list(results).index("loss")]
         results |= {"learning_rate": run.learning_rate, "samples_per_second": samples / seconds}
         if grad_norm is not None:
             results["grad_norm"] = norms[0, 1].item()
         measured = {"seconds": seconds, "data_wait": waited.max().item() / seconds}
         measured["slowest_rank"] = waited.argmax().item()
         measured["peak_memory_gib"] = memory.max().item()
-        return results, norms, measured
+        return results, losses, norms, measured
 
     def write(self, event, values, details=None):
         """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
@@ -635,11 +666,16 @@ class Metrics:
             replace_file(summary, lambda path: path.write_text(text))
 
 
-def exit_if_not_finite(loss, norms, step):
-    """Exit with an error unless the loss, and each rank's norm of its weights, are finite."""
-    if not math.isfinite(loss + norms[:, 0].sum()):
-        error = f"loss or weights are not finite at step {step}, which is not saved"
-        exit_with_error(f"{error}: lower --lr, or set --clip-norm 1 (are all weights 0?)")
+def exit_if_not_finite(loss, losses, norms, step):
+    """Exit with an error unless the mean loss is finite, and each rank's norm of the weights."""
+    if not math.isfinite(loss + norms.sum()):
+        found = {"the loss": losses, "the weights": norms}
+        ranks = {
+            k: (~values.isfinite()).nonzero().flatten().tolist() for k, values in found.items()
+        }
+        told = [f"{k} of ranks {x[:8]}" for k, x in ranks.items() if x] or ["all weights are 0"]
+        error = f"not finite at step {step}, which is not saved, or since the line before it"
+        exit_with_error(f"{error}: {', '.join(told)}: lower --lr, or set --clip-norm 1")
 
 
 def exit_if_ranks_drift(norms, parts, step):
@@ -649,7 +685,8 @@ def exit_if_ranks_drift(norms, parts, step):
     if not same.all():
         ranks = (~same).nonzero().flatten().tolist()
         error = f"at step {step}, which is not saved, ranks {ranks[:8]} have other weights"
-        exit_with_error(f"{error} than rank 0: call model(...), not model.module or its methods")
+        remedy = "call model(...), not its methods; use all parameters; give schedulers no own loss"
+        exit_with_error(f"{error} than rank 0: {remedy}")
 
 
 # -------------------------------------------------------------------------------- reproducible data
@@ -679,9 +716,7 @@ class SeededSamples(Dataset):
     """A dataset whose random numbers, and a collate_fn's, depend on (seed, epoch, index) alone."""
 
     def __init__(self, dataset, seed):
-        self.dataset = self.innermost = dataset
-        while isinstance(self.innermost, torch.utils.data.Subset):
-            self.innermost = self.innermost.dataset
+        self.dataset = dataset
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # with persistent workers
         self.set_epoch(0)
@@ -691,18 +726,28 @@ class SeededSamples(Dataset):
 
     def set_epoch(self, epoch):
         self.epoch.fill_(epoch)
-        if hasattr(self.innermost, "set_epoch"):
-            self.innermost.set_epoch(epoch)
+        for dataset in datasets_in(self.dataset):
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
 
     def __getitem__(self, index):
         seed_rng(self.seed, self.epoch.item(), index)
         return self.dataset[index]
 
     def __getitems__(self, indices):
-        if not hasattr(self.innermost, "__getitems__"):
+        if not all(hasattr(dataset, "__getitems__") for dataset in datasets_in(self.dataset)):
             return [self[index] for index in indices]
         seed_rng(self.seed, self.epoch.item(), indices[0])
         return self.dataset.__getitems__(indices)
+
+
+def datasets_in(dataset):
+    """Yield a dataset, and those in it: torch calls them `dataset` or `datasets`."""
+    yield dataset
+    inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
+    for one in inner.values() if isinstance(inner, dict) else inner:
+        if one is not None:
+            yield from datasets_in(one)
 
 
 def reproducible(loaders, args):
@@ -742,7 +787,7 @@ class Checkpoints:
         """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
         run = self.run
         paths = self.paths()[::-1]
-        files = [lock.read_text() for lock in run.directory.glob("run.lock")]
+        files = [path.read_text() for path in run.directory.glob("run.id")]
         files += [path.name for path in paths]
         seen = {"samples": run.samples, "files in --output-dir": files}
         remedy = "all machines have to share data and directory"
@@ -776,7 +821,8 @@ class Checkpoints:
         return step == self.run.total_steps or any(step % x == 0 for x in every)
 
     def save(self, step, metrics):
-        """Write a checkpoint, and delete old ones. Return how long it took, in s."""
+        """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
+        for the end: one that went on would wait in the next step, and take that for a hang."""
         run = self.run
         began = time.perf_counter()
         states = self.storage.collect()
@@ -792,6 +838,8 @@ class Checkpoints:
             Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
             error = error.__context__ or error
             exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
+        if run.cpu_group:
+            distributed.barrier(run.cpu_group)
         return time.perf_counter() - began
 
 
@@ -812,20 +860,26 @@ class FileStorage:
         return self.states["model"].state_dict()
 
     def collect(self):
-        """Return the states. Those of the main process are written."""
-        return {name: thing.state_dict() for name, thing in self.states.items()}
+        """Return the states. Those of the main process are written. Some buffers are in no state
+        dict."""
+        states = {name: thing.state_dict() for name, thing in self.states.items()}
+        models = {name: x for name, x in self.states.items() if isinstance(x, nn.Module)}
+        return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
     def load(self, saved):
         for name, thing in self.states.items():
-            thing.load_state_dict(saved[name])
+            # An optimizer may keep tensors that it gets, and with them the mapped file.
+            is_model = isinstance(thing, nn.Module)
+            thing.load_state_dict(saved[name] if is_model else deepcopy(saved[name]))
+        for name, buffers in saved.get("buffers", {}).items():
+            for key, buffer in self.states[name].named_buffers():
+                buffer.copy_(buffers[key])
 
     def read(self, path):
         """Return a checkpoint on the CPU. Raise an error of any type if it is damaged."""
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
-        # Mapped, not copied. An optimizer on the CPU would keep tensors of a mapped file.
-        mapped = self.run.accelerator.device.type != "cpu"
-        return torch.load(path, "cpu", weights_only=True, mmap=mapped)  # runs no code
+        return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
 
     def write(self, content, path):
         """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
@@ -842,10 +896,13 @@ class FileStorage:
 
 
 def replace_file(path, write):
-    """On the main process, make a file by `write`. It gets its name when it is on the disk."""
+    """On the main process, make a file by `write`: renamed into place after fsync."""
     if RANK == 0:
         temporary = path.with_name(UNFINISHED)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask, which safetensors does not heed
         write(temporary)
+        temporary.chmod(mode)
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
@@ -929,14 +986,15 @@ class StopSignal:
 
 
 class HangDetector:
-    """Ends a run without a step for --hang-timeout seconds. The rank that hangs does not report, or
-    came the least far and, of equals, waits for no other: it is neither in one of these files nor
-    in a function that is marked with @waits_for_other_ranks."""
+    """Ends a run without a step for --hang-timeout seconds, or six times as many if the first one
+    compiles. The rank that hangs does not report, or came the least far and, of equals, waits for
+    no other: it is in none of these files, and in no function marked @waits_for_other_ranks."""
 
     files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
 
     def __init__(self, run):
         self.timeout = run.args.hang_timeout
+        self.compiles = vars(run.args).get("compile", False)
         self.store = run.store
         self.directory = run.directory
         self.progress = 0  # steps and batches
@@ -948,14 +1006,14 @@ class HangDetector:
     @contextmanager
     def paused(self):
         """Within this context a run may take any time without a step."""
-        self.is_paused = True
+        before, self.is_paused = self.is_paused, True
         yield
-        self.is_paused = False
+        self.is_paused = before
 
     def watch(self):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
-        while idle < self.timeout:
+        while idle < self.timeout * (6 if self.compiles and not self.progress else 1):
             before = self.progress
             time.sleep(tick)
             stalls = self.progress == before and not self.is_paused
@@ -1028,7 +1086,8 @@ def exit_with_exception(error):
     text = traceback.format_exc()
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
-    message = f"{type(error).__name__}: {' ... '.join(dict.fromkeys([lines[0], lines[-1]]))}"
+    lines = dict.fromkeys(f"{line:.200}" for line in (lines[0], *lines[-2:]))
+    message = f"{type(error).__name__}: {' ... '.join(lines)}"
     message += f", in {place[1]}, line {place[0]} of {Path(__file__).name}"
     exit_with_error(message, 1, "" if isinstance(error, OSError) else text, wait=1)
 
@@ -1042,6 +1101,9 @@ def exit_with_error(message, status=2, details="", wait=0):
     time.sleep(wait)
     sys.stderr.write(details)
     say(f"error: {message}")
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher repeats it at the end
+        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": told}))
     exit_now(status)
 
 
@@ -1073,32 +1135,35 @@ def positive(kind):
 
 
 def parse_args(*declarations):
-    """Return the parsed flags: those that each of `declarations` adds, and those of all recipes."""
+    """Return the parsed flags: those of all recipes, and those that each of `declarations` adds,
+    which may change the defaults of earlier ones, or declare them anew."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, conflict_handler="resolve"
+    )
     parser.error = exit_with_error
-    for declare in declarations:
-        declare(parser)
     add = parser.add_argument
     whole = positive(int)
     real = positive(float)
     add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
-    add("--epochs", type=int, default=30, help="passes (30); 0 only evaluates")
+    add("--epochs", type=int, default=30, help="passes (%(default)s); 0 only evaluates")
     add("--max-steps", type=whole, help="stop after so many steps")
-    add("--batch-size", type=whole, default=128, help="largest microbatch (128)")
+    add("--batch-size", type=whole, default=128, help="largest microbatch (%(default)s)")
     add("--global-batch-size", type=whole, help="samples per step, all processes")
-    add("--lr", type=real, default=0.1, help="peak rate per 128 samples (0.1)")
+    add("--lr", type=real, default=0.1, help="learning rate, see make_optimizer (%(default)s)")
     add("--clip-norm", type=real, help="clip the gradient to this norm")
-    add("--seed", type=int, default=0, help="of all random numbers (0)")
+    add("--seed", type=int, default=0, help="of all random numbers (%(default)s)")
     on_cpu = utils.parse_flag_from_env("ACCELERATE_USE_CPU")  # accelerate launch --cpu
     add("--cpu", action="store_true", default=on_cpu, help="train on CPU")
     add("--threads", type=whole, help="CPU threads (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="default: %(default)s")
     add("--checkpoint-every", type=whole, help="steps between checkpoints")
-    add("--keep", type=whole, default=2, help="kept checkpoints (2)")
+    add("--keep", type=whole, default=2, help="kept checkpoints (%(default)s)")
     add("--log-every", type=whole, help="steps between lines (GPUs: 50, CPU: 10)")
     add("--tracker", help="tensorboard, wandb, ...")
-    add("--hang-timeout", type=real, default=600, help="seconds without a step (600)")
+    add("--hang-timeout", type=real, default=600, help="seconds without a step (%(default)s)")
+    for declare in declarations:
+        declare(parser)
     args = parser.parse_args()
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
@@ -1106,23 +1171,42 @@ def parse_args(*declarations):
 
 
 def lock_output_directory(directory):
-    """Exit with an error if another run uses the directory. The lock has the run's W&B id."""
+    """Make the directory. Exit with an error if another run uses it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if RANK > 0:
+        return
+    # It stays open, and nothing else opens the file: closing it, however opened, ends the lock.
+    descriptor = os.open(directory / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        os.makedirs(directory, exist_ok=True)
-        if RANK == 0:
-            lock = os.open(Path(directory, "run.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-            os.lockf(lock, os.F_TLOCK, 0)
-            resumes = any(Path(directory).glob("step-*"))
-            run_id = (resumes and os.pread(lock, 100, 0).decode()) or os.urandom(8).hex()
-            os.pwrite(lock, run_id.encode(), 0)
-            os.fsync(lock)  # NFS: now other machines see it
-            os.environ.setdefault("WANDB_RUN_ID", run_id)
-            os.environ.setdefault("WANDB_RESUME", "allow")
-            script = Path(directory, Path(__file__).name)
-            if not script.exists() or script.read_text() != Path(__file__).read_text():
-                shutil.copyfile(__file__, script)
+        os.lockf(descriptor, os.F_TLOCK, 0)
     except BlockingIOError:
         exit_with_error(f"--output-dir {directory} is in use by another run")
+    except OSError as error:  # some NFS and Lustre servers have no locks
+        say(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
+
+
+def set_run_id(directory):
+    """Give the run a random id, or its former one if it resumes: for W&B, and for `find`."""
+    path = directory / "run.id"
+    if RANK == 0:
+        if not (path.exists() and any(directory.glob("step-*"))):
+            replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
+        os.environ.setdefault("WANDB_RUN_ID", path.read_text())
+        os.environ.setdefault("WANDB_RESUME", "allow")
+
+
+def keep_script(directory):
+    """Copy this file into the directory. Another one that wrote the checkpoints stays there."""
+    copy = directory / Path(__file__).name
+    if RANK > 0 or (copy.exists() and copy.read_bytes() == Path(__file__).read_bytes()):
+        return
+    checkpoints = sorted(directory.glob("step-*"))
+    if copy.exists() and checkpoints:
+        earlier = copy.with_name(f"{RECIPE}.{checkpoints[-1].stem}.py")
+        if not earlier.exists():
+            copy.replace(earlier)
+        say(f"this script has changed: {earlier} is the one of the newest checkpoint")
+    shutil.copyfile(__file__, copy)
 
 
 def exit_if_config_is_ignored(precision):
@@ -1137,20 +1221,28 @@ def exit_if_config_is_ignored(precision):
 
 def choose_device(args):
     """Select this process's GPU. Return the number of GPUs, and of CPU threads per process."""
+    visible = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]  # ROCm reads the second one first
     if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Accelerate's barriers would go to the GPUs
+        os.environ |= dict.fromkeys(visible, "")  # or Accelerate's barriers would go to the GPUs
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not (gpus or hidden) and (shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0")):
-        exit_with_error("torch cannot use the GPUs: update the driver, see nvidia-smi; or --cpu")
+    gpus = 0
+    if torch.cuda.is_available() and not args.cpu:
+        torch.cuda.init()  # before, torch counts GPUs of which a process has one part (MIG)
+        gpus = torch.cuda.device_count()
+    hidden = any(os.environ.get(name) in ("", "-1") for name in visible)
+    present = any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))) or shutil.which("nvidia-smi")
+    if present and not (gpus or hidden):
+        remedy = "update the driver, or install torch's build for CUDA or ROCm; or add --cpu"
+        exit_with_error(f"torch cannot use the GPUs: {remedy}")
     if 0 < gpus < processes:
         exit_with_error(f"{processes} processes, {gpus} GPU(s): start one per GPU, or add --cpu")
     if gpus > processes and LOCAL_RANK == 0:
         say(f"{gpus - processes} of {gpus} GPUs are not used: start one process per GPU")
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
-        torch.backends.cudnn.benchmark = True  # shapes rarely change: time the algorithms once
+        torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
+        # Shapes rarely change: time the algorithms once.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0))
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
         threads = max(1, len(os.sched_getaffinity(0)) // processes)
@@ -1159,7 +1251,7 @@ def choose_device(args):
 
 def join_process_group(args, gpus):
     """Make the process group of all ranks, if they were started alike. Return its store."""
-    store, _, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+    store, _, _ = next(distributed.rendezvous("env://"))
     # The launcher's own store keeps the addresses of processes that died before a restart.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -1167,6 +1259,8 @@ def join_process_group(args, gpus):
     started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
     exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
     backend = "nccl" if gpus else "gloo"
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
+    distributed.set_debug_level_from_env()
     distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
     return store
 

@@ -145,6 +145,15 @@ def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before
     assert mixed(other.__getitems__(range(16, 24))) != first[2]
 
 
+def test_each_part_of_a_dataset_of_datasets_gets_the_epoch():
+    parts = [OwnEpoch() for _ in range(4)]
+    stacked = torch.utils.data.StackDataset(one=parts[2], other=parts[3])
+    whole = torch.utils.data.ConcatDataset([parts[0], stacked])
+    whole += torch.utils.data.Subset(parts[1], range(9))
+    recipe.SeededSamples(torch.utils.data.Subset(whole, range(80)), 0).set_epoch(3)
+    assert [part.epoch for part in parts] == [3] * 4
+
+
 @needs_real_data
 def test_cifar10_is_read_whole():
     (images, labels), (_, test_labels) = recipe.cifar10(REAL_DATA, Accelerator(cpu=True))

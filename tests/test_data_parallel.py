@@ -2,8 +2,11 @@
 
 import io
 import math
+import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import LITTLE_DATA, SMALL, Exit, assert_same_training, copy, load, train_forked
 
 
@@ -37,3 +40,78 @@ def test_a_loss_that_is_not_finite_is_an_error():
     recipe = load("recipes/data_parallel_cifar.py", exits=True)
     with pytest.raises(Exit, match="the loss is not finite at step 4: lower --lr"):
         recipe.write(io.StringIO(), "train", 0, 4, {"loss": math.nan, "accuracy": 0.1})
+
+
+# As on an AMD machine with HIP_VISIBLE_DEVICES, which has precedence over CUDA_VISIBLE_DEVICES.
+GPUS_THAT_STAY = """
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 2
+"""
+# Under torchrun and on a GPU, Accelerate makes a process group of one process.
+PROCESS_GROUP = """
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+train = main
+
+
+def main():
+    train()
+    print("open at the end:", torch.distributed.is_initialized())
+"""
+
+
+def one_step(directory, project):
+    script = copy("data_parallel_cifar", directory / "mine.py", LITTLE_DATA, project=project)
+    run = (1, script, [*SMALL, "--batch-size", 64, "--max-steps", 1])
+    return train_forked(directory, run)[0]
+
+
+def test_cpu_means_no_gpu_whatever_torch_sees(tmp_path):
+    result = one_step(tmp_path, GPUS_THAT_STAY)
+    assert result.summary["device"] == "cpu" and result.summary["replicas"] == 1
+
+
+@pytest.mark.parametrize("device", ["/dev/nvidia0", "/dev/kfd"])
+def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, device):
+    """NVIDIA's with an old driver, or AMD's with a torch that was built for CUDA."""
+    monkeypatch.setattr(os.path, "exists", lambda path: path == device)
+    recipe = load("recipes/data_parallel_cifar.py", exits=True)
+    with pytest.raises(Exit, match=r"torch cannot use the GPUs: .* or add --cpu"):
+        recipe.make_accelerator(SimpleNamespace(cpu=False))
+
+
+def test_no_process_group_is_open_at_the_end(tmp_path):
+    assert "open at the end: False" in one_step(tmp_path, PROCESS_GROUP).output
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_kernels_are_timed_and_fp32_is_tf32_on_gpus(monkeypatch, deterministic):
+    """Unless the kernels have to be the same in each run."""
+    recipe = load("recipes/data_parallel_cifar.py")
+    recipe.Accelerator = lambda **_: None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
+    before = torch.get_float32_matmul_precision()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        recipe.make_accelerator(SimpleNamespace(cpu=False, threads=1, seed=0))
+        assert torch.backends.cudnn.benchmark is not deterministic
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(before)
+
+
+def test_groups_of_parameters_keep_their_own_peak_rates():
+    recipe = load("recipes/data_parallel_cifar.py")
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)]
+    groups[0]["lr"] = 0.001
+    model = SimpleNamespace(parameters=lambda: groups)
+    args = SimpleNamespace(lr=0.1, global_batch_size=128)
+    optimizer, schedule = recipe.make_optimizer(model, args, 9)
+    rates = []
+    for _ in range(9):
+        rates.append(schedule.get_last_lr())
+        optimizer.step()
+        schedule.step()
+    assert [max(x) for x in zip(*rates, strict=True)] == pytest.approx([0.001, 0.1])

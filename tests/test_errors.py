@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, SMALL, Exit, forked, load
+from conftest import ACCELERATE, CONFIGS, ROOT, SMALL, Exit, forked, load, run
 from safetensors.torch import save_file
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
@@ -31,6 +31,23 @@ def test_a_wrong_flag_is_one_line_that_names_it(case, monkeypatch):
     with pytest.raises(Exit) as error:
         recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
     assert said in str(error.value).replace("'", "")
+
+
+def test_a_copys_own_defaults_and_flags_win(monkeypatch, capsys):
+    def add_flags(parser):
+        parser.set_defaults(epochs=3)
+        parser.add_argument("--lr", type=float, default=3e-4, help="peak rate of AdamW")
+
+    monkeypatch.setattr(sys, "argv", ["ddp_cifar.py", "--seed", "1"])
+    args = recipe.parse_args(recipe.add_technique_flags, add_flags)
+    assert [args.epochs, args.lr, args.seed] == [3, 3e-4, 1]
+    monkeypatch.setattr(sys, "argv", ["ddp_cifar.py", "--help"])
+    with pytest.raises(SystemExit):
+        recipe.parse_args(recipe.add_technique_flags, add_flags)
+    told = capsys.readouterr().out
+    assert (
+        "passes (3)" in told and "peak rate of AdamW" in told and "see make_optimizer" not in told
+    )
 
 
 def test_a_launcher_that_is_told_to_use_the_cpu_is_heard(monkeypatch):
@@ -117,6 +134,17 @@ def test_weights_with_the_head_of_another_task_load_as_far_as_they_fit(tmp_path,
     assert torch.equal(mine[0].weight, saved["0.weight"]) and torch.equal(mine[1].weight, head)
     said = capsys.readouterr().err
     assert "loaded 2 of 4 tensors" in said and "1.weight" in said and "1.bias" in said
+
+
+@pytest.mark.slow
+def test_the_last_lines_on_the_screen_are_the_error():
+    """The launcher prints 40 lines after those of the recipe."""
+    launch = [ACCELERATE, "launch", "--config_file", CONFIGS[2], RECIPE, *SMALL]
+    process = run([*launch, "--lr", 0], check=False)
+    lines = process.stderr.strip().splitlines()
+    assert process.returncode and "argument --lr: 0.0 is not above 0" in lines[-2], process.stderr
+    assert len(lines) > 20 and lines[0] == "ddp_cifar: error: argument --lr: 0.0 is not above 0"
+    assert "warning" not in process.stderr.lower() and "error_handler" not in process.stderr
 
 
 PROCESSES = {"processes": 2, "script": RECIPE, "grace": 0.5, "terminate": True}

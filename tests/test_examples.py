@@ -54,12 +54,17 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
     pairs = scores[positive][:, None] - scores[~positive]
     exact = ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
     assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
+    # Of two classes both have this value; a third one has no samples.
+    logits = torch.stack((-scores, scores, torch.full((90,), -1e3)), dim=1)
+    batch = None, positive.long()
+    outputs = auroc.compute_loss(lambda images: logits, batch, None)["outputs"]
+    assert auroc.test_metrics(list(outputs), None) == {"auroc": pytest.approx(exact)}
 
 
 def test_both_players_of_the_gan_have_their_own_gradients():
     game, images = gan.Game(), torch.randn(4, 3, 32, 32)
     torch.manual_seed(3)
-    gan.compute_loss(game, (images, None))["loss"].mean().backward()
+    gan.compute_loss(game, (images, None), None)["loss"].mean().backward()
     torch.manual_seed(3)
     made = game.generator(torch.randn(4, gan.LATENT))
     losses = {
@@ -131,7 +136,7 @@ def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
 def test_distillation_is_the_papers_loss():
     ours, theirs, labels = torch.randn(6, 10).double(), torch.randn(6, 10).double(), torch.arange(6)
     batch = None, torch.cat((labels[:, None], theirs), dim=1)
-    loss = distillation.compute_loss(lambda images: ours, batch)["loss"]
+    loss = distillation.compute_loss(lambda images: ours, batch, None)["loss"]
     p, q = (logits.div(4).softmax(1) for logits in (theirs, ours))
     of_labels = -ours.softmax(1)[labels, labels].log()
     exact = 0.1 * of_labels + 0.9 * 16 * (p * (p / q).log()).sum(1)
@@ -140,7 +145,7 @@ def test_distillation_is_the_papers_loss():
 
 def test_a_view_has_to_find_its_partner_among_all_views_but_itself():
     outputs = torch.randn(8, 5).double()
-    values = contrastive.compute_loss(lambda views: outputs, (torch.rand(4, 3, 8, 8), None))
+    values = contrastive.compute_loss(lambda views: outputs, (torch.rand(4, 3, 8, 8), None), None)
     views = F.normalize(outputs)
     losses, found = [], []
     for i, view in enumerate(views):
@@ -173,16 +178,15 @@ def test_the_mean_iou_is_that_of_all_pixels_that_count():
     logits, labels = torch.randn(9, 4, 5, 5), torch.randint(3, (9, 5, 5))
     labels[torch.rand(9, 5, 5) < 0.4] = 255
     labels[0] = 255
-    values = segmentation.compute_loss(lambda images: logits, (None, labels))
-    weight = values.pop("weight")
-    test = {f"test_{x}": (y * weight).sum() / weight.sum() for x, y in values.items()}
+    values = segmentation.compute_loss(lambda images: logits, (None, labels), None)
     truth, found = labels[labels != 255], logits.argmax(1)[labels != 255]
     pairs = [(truth == c, found == c) for c in range(4)]
     ious = [(x & y).sum().item() / (x | y).sum().item() for x, y in pairs]
-    exact = pytest.approx(sum(ious) / 4, rel=ROUNDING_FLOAT32)
-    assert float(segmentation.mean_iou(test, 4)) == exact
+    results = segmentation.test_metrics(list(values["outputs"]), None)
+    assert results == {"miou": pytest.approx(sum(ious) / 4, rel=ROUNDING_FLOAT32)}
+    loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
     exact = F.cross_entropy(logits.double(), labels, ignore_index=255).item()
-    assert float(test["test_loss"]) == pytest.approx(exact, rel=ROUNDING_FLOAT32)
+    assert loss.item() == pytest.approx(exact, rel=ROUNDING_FLOAT32)
 
 
 def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
@@ -195,12 +199,44 @@ def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
         parameter.data += torch.randn_like(parameter) * parameter.requires_grad
     assert all(".lora_" in name for name in trained.state_dict()), "no frozen weights"
     save_file(trained.state_dict(), tmp_path / "model.safetensors")
-    lora.save_adapter(SimpleNamespace(is_main_process=True), tmp_path)
+    args = SimpleNamespace(output_dir=tmp_path, weights=None)
+    lora.save_adapter(SimpleNamespace(is_main_process=True), trained, args)
     inputs = torch.randn(5, 4)
     expected = plain(inputs)
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path)(inputs)
     torch.testing.assert_close(loaded, trained(inputs))
     assert not torch.allclose(loaded, expected)
+
+
+def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
+    """Unless the weights were others than the base's: then it must not."""
+    tokenizers, transformers = imported("tokenizers", "transformers")
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(intermediate_size=8, vocab_size=300, **size)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("one line of a text\n" * 99)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train(str(tmp_path / "text.txt"), 300)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer.save_pretrained(tmp_path / "base")
+    flags = ["--cpu", "--base", tmp_path / "base", "--text", tmp_path / "text.txt"]
+    flags += ["--length", 8, "--batch-size", 4, "--max-steps", 2]
+    scripts = [tmp_path / "with_ddp.py", tmp_path / "with_sharded.py"]
+    for script, recipe in zip(scripts, ("ddp", "sharded"), strict=True):
+        make(script, recipe, "fine_tune", "lora")
+    of_weights = ["--weights", tmp_path / "base/model.safetensors"]
+    *runs, other = train_forked(
+        tmp_path,
+        (1, scripts[0], flags),
+        (2, scripts[1], flags),
+        (1, scripts[0], [*flags, *of_weights]),
+    )
+    for run in runs:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(run.directory).state_dict()
+        trained = {name: loaded[name] for name in run.weights}
+        torch.testing.assert_close(trained, run.weights, rtol=0, atol=0)
+    config = json.loads((other.directory / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
 
 
 def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
@@ -239,6 +275,35 @@ def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", ["language_model", "diffusion", "gan"])
+def test_groups_of_parameters_keep_their_own_peak_rates(name):
+    (example,) = imported(name)
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)]
+    groups[0]["lr"] = 1e-6
+    model = SimpleNamespace(parameters=lambda: groups)
+    optimizer, schedule = example.make_optimizer(model, SimpleNamespace(lr=0.1), 9)
+    rates = []
+    for _ in range(9):
+        rates.append(schedule.get_last_lr())
+        optimizer.step()
+        schedule.step()
+    own, other = (max(x) for x in zip(*rates, strict=True))
+    assert own == pytest.approx(1e-6)
+    assert other == pytest.approx(0.1 / 500 if name == "gan" else 0.1)
+
+
+def test_two_optimizers_may_have_two_rates(tmp_path):
+    """In a copy whose owner gave AdamW a tenth of Muon's rate."""
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "second_optimizer")
+    text = script.read_text()
+    before = '[{"params": others}]'
+    assert text.count(before) == 1
+    script.write_text(text.replace(before, '[{"params": others, "lr": args.lr / 10}]'))
+    (run,) = train_forked(tmp_path, (1, script, [*SMALL, "--lr", 1e-3, "--max-steps", 2]))
+    assert run.summary["peak_learning_rate"] == pytest.approx([1e-3, 1e-4])
+
+
 def test_two_optimizers_as_one_step_as_each_alone():
     """Also after their state was saved and loaded."""
     torch.manual_seed(0)
@@ -267,9 +332,9 @@ def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
     script = tmp_path / "mine.py"
     make(script, "ddp", "best_weights", "trace")
     text = script.read_text()
-    write = '        metrics.write("evaluation", test)\n'
-    given = f'        test["test_loss"] = abs(epoch - 2.1)\n{write}'
-    for before, after in (("PATIENCE = 5", "PATIENCE = 2"), (write, given)):
+    evaluated = "run.log_evaluation(evaluate(run, model, test_loader))"
+    given = 'run.log_evaluation({"test_loss": abs(epoch - 2.1)})'
+    for before, after in (("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given)):
         assert text.count(before) == 1
         text = text.replace(before, after)
     script.write_text(text)

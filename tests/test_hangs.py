@@ -107,7 +107,8 @@ SLOW = f"""
 import weakref
 
 held = weakref.ref(set())  # which is gone
-plain_load, plain_save, plain_loss = load_data, FileStorage.collect, compute_loss
+plain_load, plain_sync, plain_loss = load_data, sync, compute_loss
+files = count(1)
 
 
 def load_data(args, accelerator):
@@ -115,9 +116,10 @@ def load_data(args, accelerator):
     return plain_load(args, accelerator)
 
 
-def collect_slowly(storage):
-    time.sleep({1.25 * TIMEOUT})
-    return plain_save(storage)
+def sync(path):
+    if path.name == UNFINISHED and next(files) == 2:  # the first checkpoint, behind run.id
+        time.sleep({1.25 * TIMEOUT})
+    plain_sync(path)
 
 
 def compute_loss(model, batch, args):
@@ -127,9 +129,17 @@ def compute_loss(model, batch, args):
     held = weakref.ref(tensor)
     time.sleep(0 if model.training else {0.25 * TIMEOUT})
     return plain_loss(model, batch, args)
+"""
+# As a compilation, on one rank.
+COMPILES = f"""
+plain_loss = compute_loss
+nn.Module.compile = lambda *_, **__: None
 
 
-FileStorage.collect = collect_slowly
+def compute_loss(model, batch, args):
+    if here(1):
+        time.sleep({1.25 * TIMEOUT})
+    return plain_loss(model, batch, args)
 """
 CASES = {  # (processes, recipe, where it stalls, how, the function that is named)
     "stalls in training": (2, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
@@ -144,6 +154,7 @@ CASES = {  # (processes, recipe, where it stalls, how, the function that is name
 }
 OTHERS = {
     "is slow": (2, "ddp_cifar", SLOW, "", None),
+    "compiles": (2, "ddp_cifar", COMPILES, "", None),
     "stalls while it is set up": (2, "ddp_cifar", SETTING_UP, SLEEP, None),
 }
 
@@ -156,7 +167,8 @@ def described(directory, name, processes, recipe, where, how, _):
     fewer = "synthetic_images(1024", "synthetic_images(160"
     script = copy(recipe, directory / "mine.py", little, fewer, project=project)
     flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
-    flags += ["--epochs", 2 if name == "is slow" else 1000]
+    flags += ["--epochs", 2 if where in (SLOW, COMPILES) else 1000]
+    flags += ["--compile"] if where == COMPILES else []
     run = {"processes": processes, "script": script, "directory": directory, "flags": flags}
     run["grace"] = 10
     if where == SETTING_UP:
@@ -202,11 +214,16 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
 
 
 def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
-    """Loading data and saving take longer than the timeout, and so does an evaluation."""
+    """Loading data takes longer than the timeout, on one rank a save does, and an evaluation."""
     (codes, output), script = stalled["is slow"]
     assert codes == [0, 0] and ": error: " not in output, output
     first, second = outputs(script.parent / "run").train
     assert second["time"] - first["time"] > second["seconds"] + 2.5 * TIMEOUT
+
+
+def test_a_first_step_that_compiles_may_take_longer_than_the_timeout(stalled):
+    (codes, output), _ = stalled["compiles"]
+    assert codes == [0, 0] and ": error: " not in output, output
 
 
 def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):

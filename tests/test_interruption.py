@@ -16,6 +16,7 @@ import pytest
 from conftest import (
     ACCELERATE,
     CONFIGS,
+    LITTLE_DATA,
     PROGRAMS,
     ROOT,
     SMALL,
@@ -25,6 +26,7 @@ from conftest import (
     forked,
     outputs,
     run,
+    train_forked,
     wait_until,
 )
 from test_resume import STEPS, assert_identical, begin_of, content
@@ -245,22 +247,64 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
             worker.kill()
 
 
-LOCKS = f"""
-import os, runpy
-lock = runpy.run_path("{RECIPE}")["lock_output_directory"]
-lock("run")
-if child := os.fork():
-    os.waitpid(child, 0)
-else:
-    lock("run")
+WAITS = """
+plain_step = train_step
+
+
+def train_step(run, *arguments):
+    while run.step == 3 and not Path(__file__).with_name("go").exists():
+        time.sleep(0.05)
+    return plain_step(run, *arguments)
+"""
+STARTS = {
+    "alone": ("ddp_cifar", 1, [sys.executable]),
+    "under a launcher": ("sharded_cifar", 2, [*LAUNCH, CONFIGS[2]]),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(
+    start, tmp_path
+):
+    recipe, processes, launcher = STARTS[start]
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=WAITS)
+    flags = [*SMALL, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
+    flags += ["--threads", 1]
+    command = [*launcher, script, *flags, "--log-every", 1, "--output-dir", tmp_path / "run"]
+    metrics = tmp_path / "run/metrics.jsonl"
+    with open(tmp_path / "log", "w") as log:
+        first = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
+    try:
+        wait_until(lambda: metrics.exists() and '"step": 2' in metrics.read_text())
+        second = run(command, check=False)
+        (line,) = re.findall("^mine: error: (.*)$", second.stderr, re.MULTILINE)
+        assert second.returncode and line == f"--output-dir {tmp_path}/run is in use by another run"
+        (tmp_path / "go").touch()
+        assert first.wait(300) == 0, (tmp_path / "log").read_text()
+    finally:
+        first.kill()
+    (alone,) = train_forked(tmp_path, (processes, script, flags))
+    assert_same_training(outputs(tmp_path / "run"), alone, 0)
+
+
+NO_LOCKS = """
+import errno
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+os.lockf = no_locks
 """
 
 
-def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_path):
-    (tmp_path / "two.py").write_text(LOCKS)
-    two = {"processes": 1, "script": tmp_path / "two.py", "directory": tmp_path, "flags": []}
-    for codes, output in forked([two, two], tmp_path):
-        assert codes == [0] and output.count("error: --output-dir run is in use") == 1, output
+def test_on_a_file_system_without_locks_a_run_says_so_and_trains(tmp_path):
+    ((codes, output),) = forked(
+        [described_copy(tmp_path / "run", "ddp_cifar", project=NO_LOCKS)], tmp_path
+    )
+    said = "mine: run cannot be locked (No locks available): start no second run in it"
+    assert codes == [0] and output.count(said) == 1, output
 
 
 def test_the_launcher_restarts_a_run_whose_rank_is_killed_or_stalls_to_the_same_end(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, Exit, load, run
 
-TWO_GPUS = {"device_count": 2, "is_available": True}
+TWO_GPUS = {"device_count": 2, "is_available": True, "init": None}
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def start(monkeypatch):
             HashStore=lambda: None,
             init_process_group=lambda *_: None,
             new_group=lambda *_: None,
+            set_debug_level_from_env=lambda: None,
         )
 
         def accelerator(**options):
@@ -52,22 +53,28 @@ def start(monkeypatch):
 
     call.devices = []
     # Set by `choose_device`: monkeypatch undoes it only if it knows of it.
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
     for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    precision = torch.get_float32_matmul_precision()
     yield call
     faulthandler.cancel_dump_traceback_later()
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = benchmark
+    torch.set_float32_matmul_precision(precision)
 
 
 def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    run = start(environment=ranks, sees=2, **TWO_GPUS)
+    counted = []  # before CUDA is initialised, torch counts a GPU of which one part is used as one
+    fakes = {"init": lambda: counted.append("init"), "device_count": lambda: len(counted) and 2}
+    run = start(environment=ranks, sees=2, **{**TWO_GPUS, **fakes})
     assert start.devices == [1] and not run.accelerator.cpu
+    assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
     assert torch.get_num_threads() == 3
     assert run.log_every == 50
     loading = run.accelerator.dataloader_config
@@ -99,13 +106,13 @@ def test_more_processes_than_gpus_are_an_error_before_any_collective(start):
     """Two ranks on one GPU would wait for each other for ever."""
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(Exit, match=r"2 processes, 1 GPU\(s\): start one per GPU, or add --cpu"):
-        start(environment=environment, device_count=1, is_available=True)
+        start(environment=environment, **{**TWO_GPUS, "device_count": 1})
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):
     for rank in ("0", "1"):
         processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-        start(environment=processes, sees=2, device_count=4, is_available=True)
+        start(environment=processes, sees=2, **{**TWO_GPUS, "device_count": 4})
     said = "2 of 4 GPUs are not used: start one process per GPU"
     assert capfd.readouterr().err.count(said) == 1
 
@@ -115,7 +122,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     old = {"device_count": 1, "is_available": False}
-    with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.* or --cpu"):
+    with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.*; or add --cpu"):
         start(**old)
     assert start(cpu=True, **old).accelerator.cpu
 
@@ -137,15 +144,27 @@ def test_a_launchers_setting_that_the_recipe_would_ignore_is_an_error(start, nam
         start(environment={f"ACCELERATE_{name}": TOLD[name]}, device_count=0)
 
 
-def test_gpus_are_hidden_by_cpu_before_torch_looks_for_them(start):
-    """Otherwise Accelerate's barriers would go to a GPU."""
+@pytest.mark.parametrize(
+    "rocm", [{}, {"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0,1"}]
+)
+def test_cpu_means_no_gpu_however_many_torch_counts(start, rocm):
+    """They are hidden before torch looks for them: Accelerate's barriers would go to a GPU."""
     visible = []
 
     def is_available():
-        visible.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        visible.append([os.environ.get(f"{name}_VISIBLE_DEVICES") for name in ("CUDA", "HIP")])
+        return True
 
-    start(cpu=True, is_available=is_available)
-    assert set(visible) == {""}
+    run = start(cpu=True, environment=rocm, **{**TWO_GPUS, "is_available": is_available})
+    assert run.accelerator.cpu and start.devices == []
+    assert all(x == ["", ""] for x in visible)
+
+
+def test_an_amd_gpu_under_a_build_for_cuda_is_an_error(start, monkeypatch):
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/kfd" or exists(path))
+    with pytest.raises(Exit, match=r"torch cannot use the GPUs: .*ROCm.*; or add --cpu"):
+        start(device_count=0, is_available=False)
 
 
 LAUNCHER = """#!/usr/bin/env bash

@@ -15,23 +15,27 @@ recipe = load("recipes/ddp_cifar.py", exits=True)
 LOSS = torch.rand(8, requires_grad=True)
 
 RETURNED = {
-    "the scalar of model(...).loss": LOSS.mean(),
-    "a tuple": (LOSS, LOSS),
-    "losses of a detector": {"loss_classifier": LOSS, "loss_box_reg": LOSS},
-    "no loss in eval mode": {"accuracy": LOSS},
-    "a mean": {"loss": LOSS.mean()},
-    "a row per sample": {"loss": LOSS[:, None]},
-    "a metric that is a number": {"loss": LOSS, "iou": 0.5},
-    "a loss that is a number": {"accuracy": LOSS, "loss": 0.5},
-    "a metric that is a mean": {"loss": LOSS, "accuracy": LOSS.mean()},
-    "outputs of other samples": {"loss": LOSS, "outputs": [1, 2, 3]},
+    "the scalar of model(...).loss": (LOSS.mean(), "no dictionary but a Tensor"),
+    "a tuple": ((LOSS, LOSS), "no dictionary but a tuple"),
+    "a detector's": ({"a": LOSS, "b": LOSS}, "a: torch.Size([8]), b: torch.Size([8])"),
+    "no loss in eval mode": ({"accuracy": LOSS}, "accuracy: torch.Size([8])"),
+    "a mean": ({"loss": LOSS.mean()}, "loss: torch.Size([])"),
+    "a row per sample": ({"loss": LOSS[:, None]}, "loss: torch.Size([8, 1])"),
+    "a number": ({"loss": LOSS, "iou": 0.5}, "loss: torch.Size([8]), iou: <class 'float'>"),
+    "only a number": ({"loss": 0.5}, "loss: <class 'float'>"),
+    "another mean": ({"loss": LOSS, "x": LOSS.mean()}, "loss: torch.Size([8]), x: torch.Size([])"),
+    "other outputs": (
+        {"loss": LOSS, "outputs": [1, 2]},
+        "loss: torch.Size([8]), outputs: 2 of them",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", RETURNED)
 def test_a_loss_that_is_not_one_value_per_sample_is_an_error(case):
-    with pytest.raises(Exit, match=r"compute_loss: return {") as error:
-        recipe.checked(RETURNED[case])
+    returned, told = RETURNED[case]
+    with pytest.raises(Exit, match=rf"compute_loss returned {re.escape(told)}: return") as error:
+        recipe.checked(returned)
     assert 'one value per sample (reduction="none")' in str(error.value)
 
 
@@ -44,7 +48,7 @@ def test_metrics_that_differ_between_batches_are_an_error():
 @pytest.mark.parametrize("counted", [7, 9, 16])
 def test_samples_that_are_left_out_or_counted_twice_are_an_error(counted):
     sums = recipe.sample_rows({"loss": torch.ones(counted)}).sum(0)
-    with pytest.raises(Exit, match=f"compute_loss: {counted} values for 8 samples"):
+    with pytest.raises(Exit, match=f"{counted} values of compute_loss for 8 samples: "):
         recipe.means(["loss"], sums, 8)
 
 
@@ -128,7 +132,7 @@ ON_RANK_1 = "    if accelerate.PartialState().process_index == 1 and model.train
 @mistake((RETURN, f"{ON_RANK_1}        return loss\n{RETURN}"))
 def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
     """The other one waits for it, and has nothing to say."""
-    assert the_line(outcome).startswith("mine: error: rank 1: compute_loss: return {")
+    assert the_line(outcome).startswith("mine: error: rank 1: compute_loss returned no dictionary")
     assert outcome.codes[1] == 2 and "step 1/" not in outcome.output
 
 
@@ -138,7 +142,9 @@ SPOIL = f"{ON_RANK_1}        logits.register_hook(lambda gradient: gradient * ma
 @mistake((RETURN, SPOIL + RETURN))
 def test_a_model_that_is_not_finite_on_one_rank_is_not_saved(outcome):
     """Its gradient spoils all weights in the same step, but not yet a loss."""
-    assert "loss or weights are not finite at step 1" in the_line(outcome)
+    line = the_line(outcome)
+    assert "not finite at step 1, which is not saved" in line
+    assert ": the weights of ranks [0, 1]:" in line
     assert not list((outcome.directory / "run").glob("step-*"))
 
 
@@ -151,7 +157,20 @@ STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
 OWN_WEIGHTS = """    torch.manual_seed(accelerator.process_index)
     nn.init.normal_(next(model.parameters()))
 """
+OWN_RATE = """
+plain_optimizer = make_optimizer
+
+
+def make_optimizer(model, args, total_steps):
+    args = argparse.Namespace(**{**vars(args), "lr": args.lr * (RANK + 1)})
+    return plain_optimizer(model, args, total_steps)
+"""
 DRIFTS = [
+    pytest.param(
+        [1],
+        marks=pytest.mark.copied("ddp_cifar", project=OWN_RATE, processes=2),
+        id="learning rates of each rank",
+    ),
     pytest.param([1], marks=mistake(BYPASS), id="a forward pass that bypasses DDP"),
     pytest.param(
         [1], marks=mistake((PREPARE, PREPARE + OWN_WEIGHTS)), id="weights made by each rank"
@@ -169,6 +188,34 @@ def test_ranks_that_drift_apart_exit_before_a_save(outcome, ranks):
     line = the_line(outcome)
     assert f"at step 1, which is not saved, ranks {ranks} have other weights than rank 0" in line
     assert "call model(...)" in line and not list((outcome.directory / "run").glob("step-*"))
+
+
+UNUSED = """
+plain_model = build_model
+
+
+def build_model(args):
+    model = plain_model(args)
+    model[2].extra = nn.Linear(4, 4)
+    model[2].forward = lambda x: model[2][1](model[2][0](x))
+    return model
+"""
+
+
+@pytest.mark.copied(
+    "ddp_cifar", project=UNUSED, processes=2, flags=["--log-every", 9, "--batch-size", 16]
+)
+def test_parameters_that_get_no_gradient_are_named(outcome):
+    line = re.search("^mine: error: (.*)$", outcome.output, re.MULTILINE)[1]
+    assert "did not receive grad for rank 0: 2.extra.bias, 2.extra.weight" in line
+
+
+SPOILED_LOSS = f"{ON_RANK_1}        loss = loss / 0\n"
+
+
+@mistake((RETURN, SPOILED_LOSS + RETURN))
+def test_a_loss_that_is_not_finite_names_its_rank(outcome):
+    assert "the loss of ranks [1], the weights of ranks [0, 1]" in the_line(outcome)
 
 
 IN_A_WORKER = """
@@ -194,7 +241,8 @@ RAISES = [
         id="on one rank",
     ),
     pytest.param(
-        "ValueError: Caught ValueError in DataLoader worker process 0. ... is corrupt, "
+        "ValueError: Caught ValueError in DataLoader worker process 0. ... "
+        "ValueError: an image ... is corrupt, "
         "in __getitem__, line",
         marks=pytest.mark.copied("ddp_cifar", project=IN_A_WORKER, processes=2),
         id="in a DataLoader's worker",

@@ -149,6 +149,41 @@ def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
     assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output
 
 
+OUTPUTS = """
+plain_loss = compute_loss
+
+
+def compute_loss(model, batch, args):
+    kind = batch[1] if "--batch-size=24" in sys.argv else [{"label": x} for x in batch[1]]
+    return {**plain_loss(model, batch, args), "outputs": kind}
+
+
+def test_metrics(outputs, args):
+    labels = [x if torch.is_tensor(x) else x["label"] for x in outputs]
+    return {"places": sum(place * label.item() for place, label in enumerate(labels))}
+"""
+SIZES = {size: ["--split", 1, f"--batch-size={size}"] for size in (16, 24)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(
+            size,
+            marks=pytest.mark.copied("pipeline_cifar", project=OUTPUTS, processes=4, flags=flags),
+        )
+        for size, flags in SIZES.items()
+    ],
+)
+def test_the_outputs_of_the_last_stages_come_in_the_order_of_the_test_set(outcome, size):
+    """Objects, and rows of tensors; the last batch is incomplete, or there are none left."""
+    assert set(outcome.codes) == {0}, outcome.output
+    _, labels = recipe.synthetic_images(64, seed=2)
+    summary = json.loads((outcome.directory / "run/summary.json").read_text())
+    assert summary["test_places"] == sum(i * label.item() for i, label in enumerate(labels))
+
+
 TIED = """
 def build_model(args):
     block, one, other = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)

@@ -5,7 +5,16 @@ import re
 
 import pytest
 import torch
-from conftest import MEASURED, forked
+from conftest import (
+    LITTLE_DATA,
+    MEASURED,
+    SMALL,
+    assert_same_training,
+    copy,
+    described_copy,
+    forked,
+    outputs,
+)
 
 STEPS = 20  # two epochs of 640 samples at a global batch of 64
 RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2)]
@@ -87,3 +96,73 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
         assert batches.count("\n") == STEPS
         assert batches == (broken / f"batches.{rank}").read_text()
     assert not (broken / "unfinished.tmp").exists()
+
+
+UNFUSED = (
+    "    optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)\n",
+    "    optimizer = torch.optim.AdamW(model.parameters(), lr=peak / 100)\n",
+)
+OWN_STATE = """
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)  # in no state dict
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x * (1 + self.calls / 100)
+
+
+plain_model, plain_step = build_model, train_step
+
+
+def build_model(args):
+    return plain_model(args).insert(0, nn.Sequential(Growing()))
+
+
+def train_step(run, *arguments):
+    if run.step == int(os.environ.get("ENDS", 0)):
+        os._exit(7)
+    say(f"mapped files: {'/step-' in Path('/proc/self/maps').read_text()}")
+    return plain_step(run, *arguments)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar", "sharded_cifar"])
+def test_buffers_of_no_state_dict_resume_and_no_state_keeps_the_file(recipe, tmp_path):
+    """AdamW that is not fused would keep its number of steps in the mapped checkpoint, and so the
+    disk space of a file that a later save deletes."""
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, UNFUSED, project=OWN_STATE)
+    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
+    common = {"processes": 2, "script": script, "directory": tmp_path}
+    whole, broken = ([*flags, "--log-every", 1, "--output-dir", x] for x in ("whole", "broken"))
+    once, ended, resumed = forked(
+        [
+            {**common, "flags": whole},
+            {**common, "flags": broken, "env": {"ENDS": "4"}},
+            {**common, "flags": broken},
+        ],
+        tmp_path,
+    )
+    assert once[0] == resumed[0] == [0, 0] and ended[0] == [7, 7], (once, ended, resumed)
+    assert begin_of(resumed[1]) == 2
+    assert resumed[1].count("mapped files: False") == 8 and "mapped files: True" not in resumed[1]
+    assert_same_training(outputs(tmp_path / "broken"), outputs(tmp_path / "whole"), 0)
+    files = [path for path in (tmp_path / "broken").rglob("*") if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1, "all by the umask"
+
+
+def test_a_script_that_has_changed_is_told_and_its_earlier_text_stays(tmp_path):
+    one = described_copy(tmp_path / "run", "ddp_cifar", flags=["--batch-size", 32])
+    forked([one], tmp_path)
+    script = one["script"]
+    earlier = script.read_text()
+    script.write_text(earlier.replace("nn.ReLU()", "nn.GELU()"))
+    again, unchanged = forked([one, one], tmp_path)
+    said = "mine: this script has changed: run/mine.step-00000002.py is the one of the newest"
+    assert again[1].count(said) == 1 and said not in unchanged[1], again[1]
+    directory = one["directory"] / "run"
+    assert (directory / "mine.step-00000002.py").read_text() == earlier
+    assert (directory / "mine.py").read_text() == script.read_text()

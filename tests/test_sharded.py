@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,10 +45,17 @@ def described(directory, script, name, *flags, disturb=None):
 
 
 def checkpoint(folder):
-    """Return all tensors in a checkpoint: those of run.pt, and the shards of each file."""
+    """Return all tensors in a checkpoint: those of run.pt, and the shards of each rank."""
     states = torch.load(folder / "run.pt", weights_only=True)["states"]
-    shards = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    shards = {}
+    for path in folder.glob("*.safetensors"):
+        shards.setdefault(path.name[: len("shard-00001")], {}).update(load_file(path))
     return {**states["model"], "scheduler": states["scheduler"]["last_epoch"], **shards}
+
+
+def files_of_ranks(folder):
+    """Return the paths of the first rank's files, and of the second one's."""
+    return [sorted(folder.glob(f"shard-0000{number}-*")) for number in (1, 2)]
 
 
 def assert_equal(one, other):
@@ -60,6 +68,9 @@ plain_loss = compute_loss
 
 def compute_loss(model, batch, args):
     return {**plain_loss(model, batch, args), "weight": batch[1] + 0.5}
+"""
+FILES = """
+ShardedStorage.file_size = 1000  # a small checkpoint has as many files as a large one
 """
 EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
     "1": (1, ["--batch-size", 32]),
@@ -77,7 +88,7 @@ def equal_runs(tmp_path_factory):
     flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.3]
     project = WEIGHTED + IN_FLOAT64
     ddp = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=project)
-    script = copy("sharded_cifar", directory / "sharded.py", LITTLE_DATA, project=project)
+    script = copy("sharded_cifar", directory / "sharded.py", LITTLE_DATA, project=project + FILES)
     runs = {"ddp": (1, ddp, [*flags, "--batch-size", 32])}
     flags += ["--checkpoint-every", 3]
     for name, (processes, own) in EQUAL.items():
@@ -86,6 +97,7 @@ def equal_runs(tmp_path_factory):
     first = [name for name in runs if " to " not in name]
     results = dict(zip(first, train_forked(directory, *map(runs.get, first)), strict=True))
     later = [name for name in runs if name not in first]
+    assert min(map(len, files_of_ranks(directory / "4, gradients in shards/step-00000003"))) > 3
     for name in later:
         shutil.copytree(directory / name.split(" to ")[0], directory / name)
         shutil.rmtree(directory / name / "step-00000005")
@@ -226,7 +238,7 @@ def main():
 def disturbed(tmp_path_factory):
     """A copy of the recipe that can be killed, and more, with BatchNorm and dropout."""
     directory = tmp_path_factory.mktemp("disturbed")
-    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=DISTURBED)
+    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=DISTURBED + FILES)
 
 
 def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbed, tmp_path):
@@ -300,7 +312,8 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_pa
 
 
 KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins
-    (1, 2, "open shard-00002-.*", 1),
+    (1, 2, "open shard-00002-model-00001-.*", 1),
+    (1, 2, "open shard-00002-model-00003-.*", 1),
     (0, 3, "open run.pt", 2),
     (0, 4, "os.rename shards.tmp", 3),
     (0, 5, "os.rename step-.*", 5),  # the new one has its name, an old one is to be deleted
@@ -357,7 +370,7 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(
     for name in ("damaged", "forged"):
         shutil.copytree(whole, tmp_path / name)
     folders = [tmp_path / f"damaged/step-{step:08}" for step in range(11)]
-    shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    shards = [files[1].name for files in files_of_ranks(folders[10])]
     for step, shard in ((10, shards[0]), (9, shards[1])):
         data = bytearray((folders[step] / shard).read_bytes())
         data[-10] ^= 1
@@ -487,12 +500,13 @@ def make_optimizer(model, args, total_steps):
 @pytest.mark.slow
 def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     """A nested state of the optimizer, tied and frozen weights, on 1, 2 and 3 processes, which
-    divide 10 rows unevenly."""
+    divide 10 rows unevenly. The resumed runs divide shards among files, the first one does not."""
     project = TIED.replace("self.training", "False") + IN_FLOAT64 + ANY_STATE
     script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=project)
     flags = [*SMALL, "--global-batch-size", 48, "--batch-size", 48, "--max-steps", 4]
     flags += ["--checkpoint-every", 2, "--keep", 9]
     (whole,) = train_forked(tmp_path, (2, script, flags))
+    copy("sharded_cifar", script, LITTLE_DATA, project=project + FILES)
     again = {n: tmp_path / f"again on {n}" for n in (1, 2, 3)}
     for directory in again.values():
         shutil.copytree(whole.directory, directory)
@@ -501,4 +515,115 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     for n, run in zip(again, train_forked(tmp_path, *runs), strict=True):
         assert run.summary["resumed_from"] == 2
         assert_same_training(run, whole, 0 if n == 2 else ROUNDING)
-    assert_equal(*(checkpoint(x / "step-00000004") for x in (again[2], whole.directory)))
+    folders = [x / "step-00000004" for x in (again[2], whole.directory)]
+    assert_equal(*map(checkpoint, folders))
+    many, one = ([len(files) for files in files_of_ranks(folder)] for folder in folders)
+    assert one == [1, 1] and min(many) > 3
+
+
+CHANGING = """
+class Counting(nn.Module):
+    \"\"\"Scales its input by a buffer that is in no state dict, and that training changes.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 10)
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+        return self.inner(x.mean((2, 3))) * (1 + self.passes / 4)
+
+
+def build_model(args):
+    return Counting()
+"""
+
+
+@pytest.mark.slow
+def test_buffers_that_are_in_no_state_dict_are_resumed_also_with_replicas(tmp_path):
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=CHANGING)
+    flags = [*SMALL, "--batch-size", 16, "--max-steps", 4, "--checkpoint-every", 2]
+    cases = [(2, script, flags), (4, script, [*flags, "--replicas", 2])]
+    wholes = train_forked(tmp_path, *cases)
+    later = []
+    for case, whole in zip(cases, wholes, strict=True):
+        directory = Path(f"{whole.directory} again")
+        shutil.copytree(whole.directory, directory)
+        shutil.rmtree(directory / "step-00000004")
+        later.append((*case, {"directory": directory}))
+    for again, whole in zip(train_forked(tmp_path, *later), wholes, strict=True):
+        assert again.summary["resumed_from"] == 2 and "passes" not in whole.weights
+        assert_same_training(again, whole, 0)
+        last = torch.load(again.directory / "step-00000004/run.pt", weights_only=True)
+        assert last["states"]["model"]["passes"] == 4
+
+
+FILE_SIZE = 2**22
+MEASURED = f"""
+import ctypes
+
+ShardedStorage.file_size = {FILE_SIZE}
+libc = ctypes.CDLL(None)
+libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger blocks are given back when they are freed
+plain_fsync = os.fsync
+synced, peaks = {{}}, {{}}
+
+
+def build_model(args):
+    layers = [nn.Linear(1024, 1024) for _ in range(12)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), *layers, nn.AvgPool1d(64))
+
+
+def in_memory(name):
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(name + r":\\s+(\\d+) kB", status)[1])
+
+
+def with_peak(name, function):
+    def call(*arguments, **options):
+        synced.clear()
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, begins again
+        before = in_memory("VmRSS")
+        result = function(*arguments, **options)
+        peaks[name] = in_memory("VmHWM") - before
+        Path("measured." + str(RANK)).write_text(json.dumps([peaks, synced]))
+        return result
+
+    return call
+
+
+def fsync(descriptor):
+    path = os.readlink("/proc/self/fd/" + str(descriptor))
+    synced[Path(path).name] = os.fstat(descriptor).st_size
+    plain_fsync(descriptor)
+
+
+os.fsync = fsync
+for owner, name in ((ShardedStorage, "write"), (ShardedStorage, "read"), (dcp, "load")):
+    setattr(owner, name, with_peak(name, getattr(owner, name)))
+"""
+
+
+@pytest.mark.slow
+def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tmp_path):
+    """Not all shards: the peak of a process's resident memory in a save, and when a run that
+    resumes reads. A file has less than FILE_SIZE and a tensor, at most half of the first layer's.
+    The last one has a bias only."""
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=MEASURED)
+    flags = [*SMALL, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
+    where = {"directory": tmp_path / "run"}
+    (run,) = train_forked(tmp_path, (2, script, flags, where))
+    shutil.rmtree(run.directory / "step-00000002")
+    (run,) = train_forked(tmp_path, (2, script, flags, where))
+    assert run.summary["resumed_from"] == 1
+    most = 2 * (FILE_SIZE + 4 * 3072 * 1024 // 2) + 2**22  # and 4 MiB for what is not of shards
+    for rank, files in enumerate(files_of_ranks(run.directory / "step-00000002")):
+        peaks, synced = json.loads((run.directory / f"measured.{rank}").read_text())
+        sizes = {path.name: path.stat().st_size for path in files}
+        assert most < sum(sizes.values()) / 2, "a copy of all shards would be as small"
+        assert len(peaks) == 3 and max(peaks.values()) < most, peaks
+        assert sizes.items() <= synced.items()
+        assert min(sizes.values()) < 4096 < max(sizes.values()), "a small one may be in a buffer"

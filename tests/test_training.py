@@ -24,9 +24,10 @@ recipe = load("recipes/ddp_cifar.py", exits=True)
 
 
 def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_processes(tmp_path):
+    """The main process gives the outputs of all to `test_metrics`, in the order of the test set."""
     found = answers("evaluation", tmp_path, {n: (n,) for n in (1, 2, 4)})
     for processes, cases in found.items():
-        assert len(cases) == 20
+        assert len(cases) == 40
         for size, (told, direct) in cases.items():
             assert told == pytest.approx(direct, abs=ROUNDING), (
                 f"{size} samples, {processes} processes"
@@ -103,6 +104,20 @@ def test_the_learning_rate_warms_up_then_decays_and_is_above_0_in_each_step(tota
         peak = rates.index(max(rates))
         assert peak == 29 and rates[0] == pytest.approx(0.2 / 25)
         assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+ALL = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_param_groups_keep_the_rates_that_they_were_given(name):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    groups[1]["lr"] = 0.001
+    args = SimpleNamespace(lr=0.1, global_batch_size=256, precision="fp32")
+    make_optimizer = load(f"recipes/{name}_cifar.py").make_optimizer
+    model = SimpleNamespace(parameters=lambda: groups)
+    optimizer, _ = make_optimizer(model, args, 10)
+    assert [group["max_lr"] for group in optimizer.param_groups] == [0.2, 0.001]
 
 
 def control_characters(text):
