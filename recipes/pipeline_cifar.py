@@ -180,6 +180,7 @@ def main():
     args = parse_args(add_technique_flags, add_flags)
     shape = {"replicas": count_pipelines(args), "multiple": args.chunks}
     run = Run(args, args.precision, storage=PipelineStorage, **shape)
+    run.may_differ = {"schedule", "chunks"}
     check_bf16(args)
     accelerator = run.accelerator
     train_loader, test_loader = run.prepare_data(load_data(args, accelerator), prepare_loaders)
@@ -493,7 +494,6 @@ class PipelineStorage:
     """Keeps both stages of the first pipeline in one file: "states" is a list of theirs."""
 
     parts = STAGES
-    may_differ = ("schedule", "chunks")
 
     def __init__(self, run, states):
         self.run = run
@@ -609,7 +609,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 4427986c4f9e: identical in all recipes
+# ===================================== shared infrastructure 152a7abc7a64: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: after its death it is another
@@ -635,7 +635,8 @@ class Run:
         self.args = args
         self.precision = precision
         self.storage_type = storage
-        self.facts = {}  # shown and saved with the flags; a resumed run may have others
+        self.may_differ = set()  # flags of this recipe that a resumed run need not repeat
+        self.facts = {}  # shown and saved with the flags; they may differ, too
         self.directory = Path(args.output_dir)
         lock_output_directory(self.directory)
         set_run_id(self.directory)
@@ -1083,7 +1084,7 @@ class Checkpoints:
         free = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
         free |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
         free |= {"accumulation", "device", "world_size", "versions", "commit"}
-        self.may_differ = {*free, *run.facts, *run.storage.may_differ}
+        self.may_differ = {*free, *run.facts, *run.may_differ}
 
     def paths(self):
         return sorted(self.run.directory.glob(self.storage.pattern))
@@ -1154,7 +1155,6 @@ class FileStorage:
 
     pattern = f"step-{'[0-9]' * 8}.pt"
     parts = 1  # ranks r and r + parts hold the same weights
-    may_differ = ()  # flags of this recipe that a resumed run need not repeat
 
     def __init__(self, run, states):
         self.run = run

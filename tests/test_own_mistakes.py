@@ -105,7 +105,7 @@ def test_a_model_in_eval_mode_is_an_error():
 
 def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
     states = {"own": SimpleNamespace(state_dict=lambda: {"path": Path("x")})}
-    run = SimpleNamespace(directory=tmp_path, config={}, facts={})
+    run = SimpleNamespace(directory=tmp_path, config={}, facts={}, may_differ=())
     run.storage = recipe.FileStorage(run, states)
     checkpoints = recipe.Checkpoints(run)
     with pytest.raises(Exit, match=r"cannot write .*step-00000001.pt.*UnpicklingError"):
