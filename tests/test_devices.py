@@ -65,7 +65,7 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     vars(metrics).update(bar=0, progress=SimpleNamespace(advance=lambda bar: None))
     recipe.Metrics.add(metrics, [values, values])
     assert metrics.sums.device == GPU
-    line, norms, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
+    line, _, norms, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
     assert line["grad_norm"] == 1 and norms.shape == (1, 2)
     # An evaluation, too.
     run.exit_if_stopped = lambda: None

@@ -48,7 +48,8 @@ def start(monkeypatch):
             return SimpleNamespace(**options, **of_this_process)
 
         module.Accelerator = accelerator
-        module.lock_output_directory = lambda directory: None
+        for name in ("lock_output_directory", "set_run_id", "keep_script"):
+            setattr(module, name, lambda directory: None)
         return module.Run(args, precision)
 
     call.devices = []
