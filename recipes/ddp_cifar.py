@@ -86,9 +86,9 @@ def build_model(args):
     else:
         model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
         if args.stem == "cifar":
-            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # small images stay as large
+            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # keeps small images large
             model.maxpool = nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
+    return model.to(memory_format=torch.channels_last)  # fastest for convolutions
 
 
 def compute_loss(model, batch, args):
@@ -124,12 +124,12 @@ def make_optimizer(model, args, total_steps):
 
 
 def train_step(run, model, optimizer, scheduler, microbatches):
-    """Take one optimizer step over an iterator of batches. Return their values and, if it is
-    measured or clipped, the gradient's norm before clipping, else None: all still on the device."""
+    """Take one optimizer step over an iterator of batches. Return their values, and the norm of the
+    gradient before clipping, or None if it is not needed. All stay on the device."""
     accelerator, args = run.accelerator, run.args
     step_values = []
     for index, batch in enumerate(microbatches):
-        # In the whole step: any number of ranks draws the same dropout, and so does a resumed run.
+        # The number in the whole step: dropout is then the same on any number of ranks.
         number = index * accelerator.num_processes + accelerator.process_index
         seed_rng(args.seed, run.step, number)
         with accelerator.accumulate(model):  # averages gradients in the last microbatch
@@ -154,9 +154,9 @@ def evaluate(run, model, loader):
     """Return {"test_loss": mean, ...} over the test set. A signal ends the run after a batch."""
     accelerator = run.accelerator
     loader.set_epoch(0)  # the same random transforms in each evaluation
-    modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
+    modes = {module: module.training for module in model.modules()}  # a frozen one may be in eval
     model.eval()
-    utils.broadcast(list(model.buffers()))  # in place: all use rank 0's BatchNorm statistics
+    utils.broadcast(list(model.buffers()))  # in place: BatchNorm's statistics of rank 0
     sums = 0
     gathered = []
     for index, batch in enumerate(loader):
@@ -179,7 +179,7 @@ def main():
     accelerator = run.accelerator
     train_loader, test_loader = run.prepare_data(load_data(args, accelerator))
     model = load_weights(build_model(args), args.weights)
-    if args.compile:  # in place: keeps names. A CUDA graph's replay overwrites earlier gradients
+    if args.compile:  # not with accumulation: a replayed CUDA graph overwrites earlier gradients
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
     # Not the scheduler: Accelerate would advance it once per process in each step.
@@ -194,7 +194,7 @@ def main():
             run.log_save_or_stop(values, grad_norm)
         run.log_evaluation(evaluate(run, model, test_loader))
     run.finish()
-    # DDP's wrapper goes before the process group that it uses: at exit, gloo may abort.
+    # Free DDP's wrapper before its process group: otherwise gloo may abort at exit.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
@@ -249,16 +249,17 @@ class ImageTensors(Dataset):
         self.height, self.width = images.shape[1:3]
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = pad = 0 if augmentation_seed is None else 4
-        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
+        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
         self.images = padded.to(device)
+        # The rows are top, left and flip, the columns samples.
         self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
-        self.augmentation.share_memory_()  # of each sample: top, left, flip; for persistent workers
+        self.augmentation.share_memory_()  # persistent workers read the same numbers
 
     def __len__(self):
         return len(self.labels)
 
     def set_epoch(self, epoch):
-        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
+        """Draw each sample's crop and flip: a function of (seed, epoch, index) alone."""
         if self.seed is None:
             return
         seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
@@ -294,7 +295,7 @@ def cifar10(directory, accelerator):
 
 
 def synthetic_images(samples, seed):
-    """Ten classes, each a smooth pattern under noise: (N, 32, 32, 3) uint8 and (N,) int64."""
+    """Return ten classes, smooth patterns with noise: (N, 32, 32, 3) uint8 and (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
     patterns = 128 + 32 * patterns.contiguous()
@@ -304,17 +305,17 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 152a7abc7a64: identical in all recipes
+# ===================================== shared infrastructure 813a1a713c79: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-LAUNCHER = os.getppid()  # read early: after its death it is another
+LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
-UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(days=1)  # of collectives: any save takes less. HangDetector ends what hangs
+UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
+TIMEOUT = timedelta(days=1)  # of collectives. HangDetector ends a run that hangs
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -342,13 +343,14 @@ class Run:
         self.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
         self.accelerator = make_accelerator(args, gpus, precision, handlers)
-        torch.set_num_threads(threads)  # here: Accelerate sets another number
-        # A second group, since gloo does not wait for the GPUs. One process needs none.
+        torch.set_num_threads(threads)  # after Accelerate, which sets another number
+        # A second group on the CPUs: gloo does not wait for the GPUs.
         self.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if WORLD_SIZE > 1 else None
         self.accumulation = set_batch_sizes(args, replicas, multiple)
         self.accelerator.gradient_accumulation_steps = self.accumulation
         seed_rng(args.seed)  # for the initial weights
-        self.step = self.resumed_from = 0  # the newest step; that of the loaded checkpoint
+        self.step = 0  # the newest one
+        self.resumed_from = 0  # the step of the loaded checkpoint
 
     def prepare_data(self, loaders, prepare=Accelerator.prepare):
         """Return the loaders of `load_data`, made reproducible, and divided among the processes. An
@@ -372,9 +374,9 @@ class Run:
         self.config = self.describe(states["optimizer"])
         self.storage = (self.storage_type or FileStorage)(self, states)
         self.checkpoints = Checkpoints(self)
-        # Before a DataLoader starts its workers: they inherit that signals do not end them.
+        # Before a DataLoader starts workers: they inherit that signals do not end them.
         self.stop = StopSignal(self.cpu_group)
-        # No attribute: its file is mapped. Deleted by a later save, it would still take disk space.
+        # Not an attribute: a mapped file keeps its disk space after a later save deletes it.
         checkpoint = self.checkpoints.find()
         if checkpoint:
             self.storage.load(checkpoint["states"])
@@ -420,8 +422,8 @@ class Run:
         done = max(before, self.step)
         skipped = (done - before) * self.accumulation
         loader = skip_first_batches(self.train_loader, skipped) if skipped else self.train_loader
-        loader.set_epoch(epoch)  # of the order: before Accelerate 1.15, skipping forgets it
-        loader.dataset.set_epoch(epoch)  # of random transforms
+        loader.set_epoch(epoch)  # for the order. Before Accelerate 1.15 skipping resets it
+        loader.dataset.set_epoch(epoch)  # for random transforms
         batches = iter(loader)
         for step in range(done + 1, min(before + self.steps_per_epoch, self.total_steps) + 1):
             self.step = step
@@ -430,7 +432,7 @@ class Run:
             self.line_due = self.save_due or step % self.log_every == 0
             microbatches = (self.metrics.timed_next(batches) for _ in range(self.accumulation))
             yield microbatches
-            list(microbatches)  # if the step left some out, the next one begins behind them
+            list(microbatches)  # skips those that the step has not taken
 
     def log_save_or_stop(self, values, grad_norm=None, details=dict):
         """Do what is due after a step with these `values`. A run whose loss or weights must not be
@@ -460,7 +462,7 @@ class Run:
         self.exit_on_signal(self.stop.vote())
 
     def exit_on_signal(self, stopping):
-        """Exit if all ranks stop by a signal: together, or the launcher would kill slower ones."""
+        """Exit if all ranks stop: together, or the launcher would kill those that save."""
         if stopping:
             if RANK == 0:
                 say(f"stopped after step {self.step}, which is saved: rerun the command to resume")
@@ -580,14 +582,14 @@ class Metrics:
         run.accelerator.init_trackers(RECIPE, {name: str(x) for name, x in run.config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
         plain = not (is_main and self.console.is_interactive)
-        # Redirected, a worker's output may wait for a lock that was held at its fork.
+        # Not redirected: a worker would wait for a lock that was held when it was forked.
         self.progress = Progress(
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
         )
         self.bar = self.progress.add_task("steps", total=run.total_steps, completed=run.step)
         self.console.print_json(data={**run.config, "resumed_from": run.step}, highlight=False)
         self.progress.start()
-        self.console.show_cursor()  # for a run that is killed
+        self.console.show_cursor()  # a killed run would leave it hidden
 
     def start_line(self):
         """Begin the next line here: evaluations and checkpoints do not count in its throughput."""
@@ -651,7 +653,7 @@ class Metrics:
         if self.progress.disable and event == "train":
             left = (run.total_steps - run.step) * run.args.global_batch_size
             shown += f" eta {timedelta(seconds=round(left / values['samples_per_second']))}"
-        with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
+        with suppress(OSError, SystemExit):  # Ctrl-C also ends a `tee` that reads the pipe
             self.console.print(f"step {run.step}/{run.total_steps} epoch {epoch} {shown}")
 
     def finish(self):
@@ -719,7 +721,7 @@ class SeededSamples(Dataset):
     def __init__(self, dataset, seed):
         self.dataset = dataset
         self.seed = seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # with persistent workers
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for persistent workers
         self.set_epoch(0)
 
     def __len__(self):
@@ -797,7 +799,7 @@ class Checkpoints:
             damage = None
             try:
                 checkpoint = self.storage.read(path)
-            except (OSError, MemoryError) as error:  # of this rank: the file may be intact
+            except (OSError, MemoryError) as error:  # this rank's: the file may be intact
                 exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
             except Exception as error:
                 damage = f"{error!r:.200}"
@@ -832,11 +834,11 @@ class Checkpoints:
         try:
             self.storage.write(content, path)
             if RANK == 0:
-                written = [x for x in self.paths() if x <= path]  # a later one is damaged
+                written = [x for x in self.paths() if x <= path]  # later ones are damaged
                 for old in written[: -run.args.keep]:
                     self.storage.delete(old)
         except Exception as error:
-            Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
+            Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
             error = error.__context__ or error
             exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
         if run.cpu_group:
@@ -860,9 +862,9 @@ class FileStorage:
         return self.states["model"].state_dict()
 
     def collect(self):
-        """Return the states. Those of the main process are written. Some buffers are in no state
-        dict."""
+        """Return the states. Those of the main process are written."""
         states = {name: thing.state_dict() for name, thing in self.states.items()}
+        # Buffers of their own: some are in no state dict.
         models = {name: x for name, x in self.states.items() if isinstance(x, nn.Module)}
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
@@ -882,12 +884,12 @@ class FileStorage:
         return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
 
     def write(self, content, path):
-        """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
+        """Write a checkpoint: renamed into place after fsync, and after it was read again."""
 
         def write_and_read(temporary):
-            with open(temporary, "wb") as file:  # its errors have a reason: no space left
+            with open(temporary, "wb") as file:  # its errors have a reason, torch's have none
                 torch.save(content, file)
-            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # types that can be read
+            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # raises on other types
 
         replace_file(path, write_and_read)
 
@@ -900,7 +902,7 @@ def replace_file(path, write):
     if RANK == 0:
         temporary = path.with_name(UNFINISHED)
         temporary.touch()
-        mode = temporary.stat().st_mode  # by the umask, which safetensors does not heed
+        mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
         write(temporary)
         temporary.chmod(mode)
         sync(temporary)
@@ -917,15 +919,15 @@ def sync(path):
 
 def load_weights(model, path):
     """Return the model, with the weights at `path`, if given, as far as names and shapes fit."""
-    if not model.training:  # as from_pretrained returns it
+    if not model.training:  # from_pretrained returns it so
         exit_with_error("build_model: the model is in eval mode: return model.train()")
     if path:
         own = model.state_dict()
         try:
             weights = utils.load_state_dict(path)  # runs no code
-        except Exception as error:  # another kind of file makes the readers raise many types
+        except Exception as error:  # the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
-        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
+        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP and torch.compile, either first
             weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
         fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
         if not fitting:
@@ -948,7 +950,7 @@ class StopSignal:
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
-        # Python writes the number of a signal there, also while the main thread waits in C code.
+        # Python writes a signal's number there even while the main thread is in C code.
         self.numbers, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self.numbers.settimeout(1)
@@ -956,8 +958,8 @@ class StopSignal:
         for number in self.signals:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self.watch, daemon=True).start()
-        # Blocked, which DataLoader's workers inherit: they must live until the next checkpoint.
-        resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
+        # DataLoader's workers inherit the mask: they must live until the next checkpoint.
+        resource_tracker.ensure_running()  # started later, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
 
     def watch(self):
@@ -974,7 +976,8 @@ class StopSignal:
 
     @waits_for_other_ranks
     def vote(self):
-        """Return the signal on which all ranks stop, or 0: of the last call, to overlap a step."""
+        """Return the signal on which all ranks stop, or 0, as of the call before: so the all-reduce
+        overlaps a step."""
         if self.pending:
             self.pending.wait()
         result = self.highest.item()
@@ -1023,18 +1026,18 @@ class HangDetector:
             self.report(sys._current_frames()[threading.main_thread().ident])
             self.name_the_rank()
             self.store.wait(["named"])
-        time.sleep(2 * tick)  # until all read it
+        time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
     def report(self, frame):
-        """Print the stack of this rank, of many into a file. Tell the others how far it came."""
+        """Print this rank's stack, or write it to a file. Tell the others how far it came."""
         stack = traceback.extract_stack(frame)
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         text = "".join([head, *traceback.format_list(stack)])
         if WORLD_SIZE > 8:
             Path(self.directory, f"stack-{RANK}.txt").write_text(text)
         else:
-            os.write(2, text.encode())  # in one piece
+            os.write(2, text.encode())  # one call: ranks do not mix lines
         at = [line for line in stack if line.filename == __file__][-1]
         marked = any(line.name == "wait_for_other_ranks" for line in stack)
         waits = marked or bool(self.files.search(stack[-1].filename))
@@ -1050,7 +1053,7 @@ class HangDetector:
         if NAME == next(present):
             reports = {name: [-1, False, "no report"] for name in self.names}
             reports |= {name: json.loads(self.store.get(name)) for name in (NAME, *present)}
-            # If all wait that came the least far, one has left out a collective operation.
+            # If all of these wait, one of them has left out a collective operation.
             first = min(reports.values())[:2]
             stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
             files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
@@ -1059,11 +1062,11 @@ class HangDetector:
 
 
 def say(message):
-    """Print a line to stderr, if somebody reads it: Ctrl-C also ends the `tee` behind a pipe."""
+    """Print a line to stderr. Ctrl-C also ends a `tee` that reads it: that is no error."""
     with suppress(OSError):
         line = f"{RECIPE}: {message}".replace("\n", " ")
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
-        sys.stderr.write(f"{start}{line}\n")  # in one piece: `print` writes the end by itself
+        sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
         sys.stderr.flush()
 
 
@@ -1082,7 +1085,7 @@ def exit_if_ranks_differ(store, topic, values, remedy):
 # The first rank of each machine prints at once. By SIGTERM the launcher then ends the others, which
 # wait for seconds. An exception waits one more, since another rank's end may have caused it.
 def exit_with_exception(error):
-    """Print a traceback, but of no OSError, and a line with the innermost place in this file."""
+    """Print a traceback, unless it is an OSError, and a line with the place in this file."""
     text = traceback.format_exc()
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
@@ -1108,11 +1111,11 @@ def exit_with_error(message, status=2, details="", wait=0):
 
 
 def exit_now(status):
-    """End this process without the tear-down, in which gloo may abort, and DataLoader's workers."""
+    """End this process, and its DataLoaders' workers, without a tear-down: gloo may abort in it."""
     try:
         for worker in active_children():
             worker.kill()
-    finally:  # torch raises an error where a worker dies
+    finally:  # torch raises an error when a worker dies
         os._exit(status)
 
 
