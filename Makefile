@@ -10,10 +10,15 @@ MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip inst
 # The tests of a file share runs. Many of them wait: four files at a time keep two cores busy. By
 # default the file with the fewest tests comes last, which is the one that waits longest.
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-test test-oldest quick: export PYTHONPATH := tests/startup
 # The global batch of `make train`, or just below it, on any number of GPUs: the measured accuracies
 # are at this one, and at 1,024 the default learning rate does worse (benchmarks/README.md).
 BATCH := 256
+
+# Words that make itself would ignore: copy=x.py, or a file's name without COPY=.
+KNOWN := COPY ARGS RECIPE WITH RUNS BATCH WORKERS PYTHON BIN READY OLDEST
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+$(foreach name,$(filter-out $(KNOWN),$(GIVEN)),$(error $(name)= is not a variable: $(KNOWN)))
+$(foreach file,$(filter %.py,$(MAKECMDGOALS)),$(error $(file) is not a target: write COPY=$(file)))
 
 # ResNet-50 with the CIFAR stem was measured at 10 images/s per core in fp32. An epoch has 50,000 images.
 define NO_GPU
@@ -55,7 +60,7 @@ add: $(READY)  ## put examples into a copy: COPY=../mine.py WITH=lora
 	@$(BIN)/python tools/new.py add $${COPY:+"$$COPY"} --with $(WITH)
 
 check: $(READY)  ## does a copy train the same in every way? COPY=../mine/train.py ARGS="--text a.txt": yours, its flags
-	if [ -z "$$COPY" ]; then set -- --data synthetic --model simple_cnn; fi; \
+	@if [ -z "$$COPY" ]; then set -- --data synthetic --model simple_cnn; fi; \
 	$(BIN)/python tools/check.py "$${COPY:-recipes/ddp_cifar.py}" "$$@" $(ARGS)
 
 plot: $(READY)  ## draw trainings into runs/plot.svg: RUNS="runs/a runs/b"; ARGS="--output mine.png": into another file

@@ -26,14 +26,11 @@ import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -42,13 +39,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, RandomSampler
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from machine import CORES, ROOT, VERSIONS, bf16_instructions, commit, execute, hardware
+
 BASELINE = "plain_ddp"
 RECIPES = ["data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 RECIPES = [BASELINE, *RECIPES]
 GPUS = torch.cuda.device_count()
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-VERSIONS = {name: version(name) for name in ("torch", "torchvision", "accelerate")}
 LINE_OF_BASELINE = re.compile(r"step \d+ samples (\d+) ")
 UNAVAILABLE = re.compile(r"no fp16 on CPU|has no bf16")  # what recipes say of hardware
 OUT_OF_MEMORY = re.compile(
@@ -171,36 +168,6 @@ class Configuration:
         }
 
 
-def execute(command, environment, timeout):
-    """Run a command; return its exit code, and its output as [(time of arrival, line)]."""
-    launched = time.time()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-    timer = threading.Timer(timeout, os.killpg, [process.pid, signal.SIGTERM])
-    timer.start()
-    try:
-        lines = [(time.time(), line) for line in process.stdout]
-        code = process.wait()
-    finally:  # also after Ctrl-C
-        timer.cancel()
-        stop(process)
-    if code and time.time() - launched > timeout:
-        code = f"none after {timeout:g} s"
-    return code, [(launched, ""), *lines]
-
-
-def stop(process):
-    """End a run with all of its processes. Ranks have sessions of their own: the launcher has to be
-    asked to end them, for which it takes up to 30 seconds."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.communicate(timeout=45)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def sample_of_baseline(lines):
     """Return the figures of a run from its lines: between the last two with a loss."""
     found = [(when, LINE_OF_BASELINE.match(line)) for when, line in lines]
@@ -232,11 +199,6 @@ def as_sample(samples, seconds, peak_memory_gib, start_seconds):
     }
 
 
-def bf16_instructions():
-    """Return the names of this CPU's instruction sets for bf16: of AMX, of AVX-512, of Arm."""
-    return sorted(x for x, has in torch.cpu.get_capabilities().items() if has and "bf16" in x)
-
-
 def load(path):
     """Import a recipe, or a copy of one, from its file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -265,30 +227,6 @@ def load_endless_data(load_data, args, accelerator):
 
 
 # -------------------------------------------------------------------------------------- the results
-def hardware():
-    """Describe this machine. Exit if its GPUs cannot be used; that is tried in another process, so
-    that this one takes no GPU memory from the runs."""
-    if not GPUS:
-        cpuinfo = Path("/proc/cpuinfo")
-        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-        name = found[1] if found else platform.processor()
-        sets = [torch.backends.cpu.get_cpu_capability(), *bf16_instructions()]
-        return f"{CORES} cores of {name} ({', '.join(sets)})"
-    tried = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
-    answer = subprocess.run(tried, capture_output=True, text=True)
-    if answer.returncode:
-        sys.exit(f"bench: {GPUS} GPU(s), but {answer.stderr.strip().splitlines()[-1]}")
-    asked = "--query-gpu=driver_version,memory.total,power.limit"
-    try:
-        details = subprocess.check_output(
-            ["nvidia-smi", asked, "--format=csv,noheader", "--id=0"], text=True
-        )
-    except (OSError, subprocess.CalledProcessError):  # not of NVIDIA, or in a container
-        return f"{GPUS} x {answer.stdout.strip()}"
-    driver, memory, power = details.strip().split(", ")
-    return f"{GPUS} x {answer.stdout.strip()} (driver {driver}, {memory}, {power})"
-
-
 def columns(configurations):
     """Return the names of the columns: N and scaling only for several numbers of processes."""
     several = len({one.processes for one in configurations}) > 1
@@ -344,12 +282,6 @@ def notes(args, configurations):
             reason = " ".join(one.unavailable.split())
             lines.append(f"n/a: {one.recipe} on {one.processes}: {reason:.300}")
     return lines
-
-
-def commit():
-    options = {"shell": True, "cwd": ROOT, "capture_output": True, "text": True}  # no git: no error
-    found = subprocess.run("git describe --always --dirty --exclude='*'", **options)
-    return found.stdout.strip() or "unknown"
 
 
 def write(configurations, args):
@@ -449,7 +381,7 @@ def measure(configurations, args, console):
 
 def main():
     args = parse_args()
-    args.hardware = hardware()
+    args.hardware = hardware(GPUS)
     args.commit = commit()  # before the measurement, during which somebody may go on working
     args.measured = "No whole round"
     os.makedirs(args.output_dir, exist_ok=True)

@@ -183,7 +183,7 @@ def main():
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
     draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg")
     if args.pictures:
-        subprocess.run([sys.executable, PICTURES / "draw.py"], check=True)
+        subprocess.run([sys.executable, ROOT / "tools/draw.py"], check=True)
         SCREEN.write_text(record_screen())
     (RESULTS / "screen.svg").write_text(drawn_screen(SCREEN.read_text()))
     for path in PAGES:

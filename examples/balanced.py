@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from order import Ordered, balanced
+from lib.order import Ordered, balanced
 from photos import build_model, photo_folders
 
 

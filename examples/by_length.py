@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from language_model import add_flags, build_model, compute_loss, make_optimizer
-from order import Ordered, by_length
+from lib.order import Ordered, by_length
 
 
 def load_data(args, accelerator):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from language_model import build_model, compute_loss, make_optimizer
-from order import Ordered, mixture
+from lib.order import Ordered, mixture
 
 
 class Sequences(Dataset):

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
-from order import Ordered, by_shard
-from tar_samples import TarSamples, tar_index
+from lib.order import Ordered, by_shard
+from lib.tar_samples import TarSamples, tar_index
 
 
 def open_shards(folder, accelerator, decode):

@@ -284,8 +284,6 @@ class ImageTensors(Dataset):
 def cifar10(directory, accelerator):
     """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
     with accelerator.main_process_first(), accelerator.local_main_process_first():
-        if accelerator.device.type == "cuda":
-            torch.cuda.synchronize()  # a barrier of NCCL need not block the host
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
             test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)

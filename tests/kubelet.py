@@ -1,6 +1,6 @@
-"""What Kubernetes would do with recipes/kubernetes.yaml, for test_kubernetes.py: a stand-in for the
-kubelet, the Job's controller and the DNS. Each pod is a tree of processes with PID 1 in a namespace
-of its own, and has its own network, host name and mounts."""
+"""A stand-in for the kubelet, the Job's controller and the DNS, for test_kubernetes.py: it treats
+clusters/kubernetes.yaml as Kubernetes would. Each pod is a tree of processes with PID 1 in a
+namespace of its own, and has its own network, host name and mounts."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ BOOT = """
 hostname "$0" && mount --bind "$1" /etc/hosts && mount --bind "$2" "$3" &&
 mount -t tmpfs -o "size=$4" tmpfs /dev/shm && ip link set lo up && cd "$3" && shift 4 && exec "$@"
 """
-ENVIRONMENT = ("PYTHONPATH", "OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+ENVIRONMENT = ("OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 @contextlib.contextmanager

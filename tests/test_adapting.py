@@ -10,8 +10,8 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
-import bench
 import check
+import machine
 import new
 import pytest
 from conftest import LITTLE_DATA
@@ -110,7 +110,7 @@ def test_a_copy_with_an_example_passes_make_check(task, recipe, directory, monke
     """On one process and two the same, and killed in mid-epoch and rerun bit for bit. Other recipes
     than ddp, which have its data and its loss: the latter."""
     monkeypatch.chdir(directory(task))
-    monkeypatch.setattr(bench, "execute", partial(execute, imports=IMPORTS))
+    monkeypatch.setattr(machine, "execute", partial(execute, imports=IMPORTS))
     copy = f"{task}_{recipe}.py"
     make(Path(copy), recipe, task, *added(task, recipe))
     flags = commands(task)[1] + FLAGS + FLAGS_OF.get(task, [])
@@ -122,7 +122,7 @@ def test_a_copy_with_an_example_passes_make_check(task, recipe, directory, monke
 
 
 def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():
-    additions = RECIPES.keys() - set(TASKS) - {"order", "tar_samples"} - NOT_ON_CPU
+    additions = RECIPES.keys() - set(TASKS) - NOT_ON_CPU
     for name in additions:
         tried = {recipe for task, recipe in COPIES if name in added(task, recipe)}
         assert tried == {*RECIPES[name]}, name

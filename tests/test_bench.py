@@ -1,7 +1,6 @@
 """The benchmarks: the recipes really run, what was measured is kept, the arithmetic is right."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -91,9 +90,12 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     assert "No whole round, then interrupted" in output
 
 
+RUNS = [("ddp_cifar", 2), ("data_parallel_cifar", 1)]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What `bench.py run` and overhead.py leave behind, and print."""
+    """The directories of two runs of `bench.py run`."""
     directory = tmp_path_factory.mktemp("runs")
     small = {"data": "synthetic", "model": "simple_cnn", "batch_size": 16}
     args = SimpleNamespace(**small, data_dir="data", stem="imagenet", steps=2)
@@ -102,26 +104,21 @@ def runs(tmp_path_factory):
         command = bench.Configuration(recipe, processes).command(args, "out")
         return command[command.index("run") :]  # without the launcher
 
-    overhead = ["--data", "synthetic", "--model", "simple_cnn", "--batch-size", 16, "--cpu"]
-    described = [
-        ("bench", 2, measuring("ddp_cifar", 2)),
-        ("bench", 1, measuring("data_parallel_cifar", 1)),
-        ("overhead", 2, ["amp_cifar", *overhead, "--rounds", 1, "--steps", 1]),
-    ]
-    requests = []
-    for index, (program, processes, flags) in enumerate(described):
-        (directory / str(index)).mkdir()
-        request = {"script": ROOT / f"benchmarks/{program}.py", "directory": directory / str(index)}
-        requests.append({**request, "processes": processes, "flags": flags})
-    answers = forked(requests, directory, together=2)
-    for codes, output in answers:
+    requests = {}
+    for recipe, processes in RUNS:
+        own = directory / recipe
+        own.mkdir()
+        request = {"script": ROOT / "benchmarks/bench.py", "directory": own}
+        request |= {"processes": processes, "flags": measuring(recipe, processes)}
+        requests[recipe] = request
+    for codes, output in forked(list(requests.values()), directory, together=2):
         assert set(codes) == {0}, output
-    return directory, [output for _, output in answers]
+    return {recipe: request["directory"] / "out" for recipe, request in requests.items()}
 
 
-@pytest.mark.parametrize(("index", "processes"), [(0, 2), (1, 1)])
-def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(index, processes, runs):
-    directory = runs[0] / str(index) / "out"
+@pytest.mark.parametrize(("recipe", "processes"), RUNS)
+def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(recipe, processes, runs):
+    directory = runs[recipe]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["event"] == "train"]
     assert [line["step"] for line in train] == [2, 4] and {x["epoch"] for x in lines} == {1}
@@ -132,14 +129,6 @@ def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(index, proc
     assert sample["measured_samples"] == 2 * 16 * processes and sample["start_seconds"] == 5
     assert sample["samples_per_second"] == pytest.approx(train[1]["samples_per_second"])
     assert sample["peak_memory_gib"] == train[-1].get("peak_memory_gib")
-
-
-def test_overhead_times_each_part_of_a_step(runs):
-    directory, outputs = runs
-    found = dict(re.findall(r"^  (\w[\w ]*?) +([\d.]+) \(.*\) ms, ", outputs[2], re.MULTILINE))
-    assert list(found) == ["recipe", "cached", "plain torch", "without DDP", "convolutions"]
-    assert "2 processes" in outputs[2] and outputs[2].count(" speed ") == 4
-    assert list((directory / "2").iterdir()) == []
 
 
 def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):

@@ -21,8 +21,8 @@ import diffusion
 import distillation
 import ema
 import gan
-import order
 import second_optimizer
+from lib import order
 
 pytestmark = pytest.mark.slow
 

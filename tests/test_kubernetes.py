@@ -19,7 +19,7 @@ from conftest import (
 )
 from kubelet import PROBLEM, Job, action
 
-MANIFEST = (ROOT / "recipes/kubernetes.yaml").read_text()
+MANIFEST = (ROOT / "clusters/kubernetes.yaml").read_text()
 needs_pods = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")
 FLAGS = ["--data=synthetic", "--model=simple_cnn", "--cpu", "--lr=0.02", "--log-every=1"]
 FLAGS += ["--global-batch-size=64", "--batch-size=32", "--max-steps=30", "--threads=1"]

@@ -181,7 +181,7 @@ def on_node(directory, accelerate, *arguments, **environment):
     """Run what submit_job.sh runs on each node, with another program in the place of accelerate."""
     (directory / "accelerate").write_text(accelerate)
     (directory / "accelerate").chmod(0o755)
-    script = (ROOT / "recipes/submit_job.sh").read_text()
+    script = (ROOT / "clusters/submit_job.sh").read_text()
     script = script.partition("on_node='")[2].partition("\n'\n")[0]
     called = 'accelerate launch --machine_rank "$SLURM_NODEID"'
     assert called in script

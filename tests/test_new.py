@@ -2,8 +2,11 @@
 fit is one line, and nothing is written."""
 
 import ast
+import resource
 import subprocess
 import sys
+import venv
+from functools import partial
 
 import new
 import pytest
@@ -143,6 +146,210 @@ def test_an_example_that_does_not_fit_changes_nothing(
     assert "there is no" in said or "\n" not in str(raised.value)
 
 
+def edited(path, *edits):
+    """Write the reference with these (old, new) to a path."""
+    text = REFERENCE.read_text()
+    for old, replacement in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, replacement)
+    path.write_text(text)
+
+
+def execute(python, *words, **options):
+    """The output, the errors and the exit status of `python tools/new.py ...`."""
+    command = [python, ROOT / "tools/new.py", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    return done.stdout, done.stderr, done.returncode
+
+
+def add(path, *examples, **options):
+    return execute(sys.executable, "add", path, "--with", *examples, **options)
+
+
+IMPORTED = "from torch.utils.data import DataLoader, Dataset"
+BELOW_THE_IMPORTS = """, Subset
+try:
+    import apex
+except ImportError:
+    apex = None  # ours
+
+SPLIT = "a\f b"
+"""
+ABOVE_TRAIN_STEP = """
+    # Below a function.
+
+
+# Above one.
+from json import *  # noqa: F403
+
+
+def part(data):
+    return Subset(data, [0]), cifar10
+
+
+# A remark.
+def train_step("""
+# Lines of an owner, where no example has to replace them.
+OWN = [
+    ('"""Train ResNet-50', 'r"""Our \\d classes'),
+    ("4gpu.yaml recipes/ddp_cifar.py", "4gpu.yaml ours.py"),
+    ('structure.\n"""', "structure. A ''' of ours.\n" + '"""  # noqa: D205'),
+    ("import accelerate\n", "import accelerate  # ours\nimport antigravity  # registers ops\n"),
+    (f"{IMPORTED}\n", f"{IMPORTED}{BELOW_THE_IMPORTS}"),
+    ("\ndef train_step(", ABOVE_TRAIN_STEP),
+    ("    plain = accel", "    print('ours')\n    plain = accel"),
+    ("of this technique.", 'of ours."""\n    add = print\n    add("--ours", 1)\n    """'),
+    ("        exit_with_exception(error)\n", "        exit_with_exception(error)\n# The end\n"),
+]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    "examples", ["ema lora", "second_optimizer auroc", "photos best_weights ema", "gan trace"]
+)
+def test_no_line_of_the_owner_is_removed(examples, ending, tmp_path):
+    """Imports, definitions, flags, comments, and what the docstring has of theirs."""
+    path = tmp_path / "own.py"
+    edited(path, *OWN)
+    before = path.read_text()
+    path.write_text(before, newline=ending)
+    first, *others = examples.split()
+    assert add(path, first)[1:] == ("", 0)
+    below = path.read_text().replace('\n"""  # noqa', '\n\nBelow.\n"""  # noqa')
+    path.write_text(below, newline=ending)
+    for example in others:
+        assert add(path, example)[1:] == ("", 0)
+    text = path.read_text()
+    assert path.read_bytes().count(b"\n") == text.count("\n")
+    assert (b"\r\n" in path.read_bytes()) == (ending == "\r\n")
+    documented = ast.get_docstring(ast.parse(text))
+    assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
+    assert "4gpu.yaml ours.py --epochs 100" in documented
+    assert "structure. A ''' of ours." in documented and documented.endswith("\n\nBelow.")
+    # The imports that an owner's line has with the recipe's may become fewer.
+    known = {*REFERENCE.read_text().split("\n"), *text.split("\n"), f"{IMPORTED}, Subset"}
+    assert [x for x in before.partition("  # noqa: D205\n")[2].split("\n") if x not in known] == []
+    assert '\n"""  # noqa: D205\n' in text
+    assert new.imports(text)[0]["Subset"] == "from torch.utils.data import Subset"
+    assert "\ndef cifar10(" in text  # `part` uses it
+
+
+NEW = "\n\ndef main("  # where an owner's own definitions are
+LATER = "build_model(args):\n    return nn.Linear(9, 9)"
+ACCELERATE = "import accelerate\n"
+
+
+@pytest.mark.parametrize(
+    ("example", "edit", "said"),
+    [
+        # Nothing would use these any more.
+        ("second_optimizer", ("lr=peak, **opt", "lr=peak / 2, **opt"), "make_optimizer"),
+        ("photos", (".mul_(48)", ".mul_(40)"), "synthetic_images"),
+        ("photos", ("\n\ndef cifar10(", "\n\n# Of ours.\ndef cifar10("), "cifar10"),
+        ("gan", ('default="cifar", help="c', 'default="imagenet", help="c'), 'add("--stem", cho'),
+        # An example replaces these.
+        ("photos", ("\n\ndef build_model(", "\n\n# Ours:\ndef build_model("), "build_model"),
+        ("photos", (NEW, f"\n\ndef {LATER}\n{NEW}"), "build_model"),
+        (
+            "gan",
+            ("    logits = model(images)", "    logits = model(2 * images)"),
+            "compute_loss",
+        ),
+        # These have the names of what an example brings.
+        ("ema", (NEW, f"\n\nclass Average:\n    pass\n{NEW}"), "Average"),
+        ("ema", (NEW, f"\n\nif RANK:\n    EMA_DECAY = 0\n{NEW}"), "EMA_DECAY"),
+        ("lora", (ACCELERATE, f"{ACCELERATE}from ours import load_file\n"), "load_file"),
+        ("photos", (ACCELERATE, f"{ACCELERATE}from us import photo_folders\n"), "photo_folders"),
+        # A hunk has these lines.
+        ("second_optimizer", ("args, run.total_steps)\n", "args, 9)\n"), "second_optimizer.diff"),
+        ("distillation", ('collate_fn": tuple}', 'collate_fn": list}'), "distillation.diff"),
+    ],
+)
+def test_a_text_of_the_owner_that_would_have_to_go_is_named(example, edit, said, tmp_path):
+    path = tmp_path / "own.py"
+    edited(path, edit)
+    path.write_text(path.read_text(), newline="\r\n")
+    before = path.read_bytes()
+    printed, error, status = add(path, example)
+    assert status == 1 and not printed
+    assert error.startswith("nothing was written: ") and said in error and error.count("\n") == 1
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+
+
+def test_an_example_may_bring_what_the_owner_deleted(tmp_path):
+    """The remedy for these errors."""
+    path = tmp_path / "own.py"
+    ours = new.definitions(REFERENCE.read_text())
+    edited(path, (ours["build_model"], ""), (ours["cifar10"], ""))
+    assert add(path, "photos")[1:] == ("", 0)
+    assert path.read_text().count("\ndef build_model(") == 1
+
+
+def test_a_renamed_copy_gets_the_title_and_the_commands_of_a_task(make, tmp_path):
+    make("new", "old.py")
+    path = (tmp_path / "old.py").rename(tmp_path / "a b.py")
+    make("add", path.name, TASK)
+    make("new", "other.py", TASK)
+    text = path.read_text().replace("'a b.py'", "other.py").replace("old.py", "other.py")
+    assert text == (tmp_path / "other.py").read_text()
+
+
+def test_the_printed_commands_have_the_flags_of_the_copy(tmp_path):
+    """Of a flag that its owner declares, no value is known."""
+    path = tmp_path / "own.py"
+    data = ('choices=("cifar10", "synthetic"), default="cifar10"', 'choices=("a",), default="a"')
+    edited(path, data, ('add("--model", ', 'add("--net", '))
+    printed, _, status = add(path, "ema")
+    assert status == 0 and printed.splitlines()[-3:] == [
+        f"torchrun --nproc_per_node 2 {path}",
+        f"python {path} --output-dir runs/own-other",
+        f"make check COPY={path} ARGS=''",
+    ]
+    assert execute(sys.executable, "new", tmp_path / "two.py", "--with", "distillation")[2] == 0
+    path = tmp_path / "two.py"
+    path.write_text(path.read_text().replace('add("--width", ', 'add("--channels", '))
+    printed = add(path, "ema")[0].splitlines()
+    old, *_, check = (line for line in printed if "--epochs" in line)
+    assert old.endswith(f"{path} --data synthetic --epochs 1 --output-dir old")
+    assert check.endswith("ARGS='--data synthetic --epochs 2 --teacher old/model.safetensors'")
+
+
+def test_imports_below_functions_and_unsorted_ones_stay_where_they_are(tmp_path):
+    path = tmp_path / "own.py"
+    late = "\n\nimport zlib\n\n\ndef train_step("
+    first = "import warnings\nimport argparse\n"
+    edited(path, ("import argparse\n", first), ("\n\ndef train_step(", late))
+    assert add(path, "photos", "lora")[1:] == ("", 0)
+    text = path.read_text()
+    assert first in text and late in text
+    assert text.index("from peft import") < text.index("\ndef add_flags(")
+
+
+def test_a_full_disk_and_a_link_to_a_copy(make, tmp_path):
+    make("new", "own.py")
+    path = tmp_path / "own.py"
+    path.chmod(0o640)
+    before = path.read_text()
+    (link := tmp_path / "link.py").symlink_to(path)
+    limit = [len(before) // 2] * 2
+    full = {"preexec_fn": partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit)}
+    _, error, status = add(link, "ema", **full)
+    assert status == 1 and "File too large" in error and error.count("\n") == 1
+    assert path.read_text() == before and {*tmp_path.iterdir()} == {path, link}
+    assert add(link, "ema")[1:] == ("", 0)
+    assert link.is_symlink() and "class Average" in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_without_ruff_one_line_says_what_to_install(tmp_path):
+    venv.create(tmp_path / "bare", symlinks=True)
+    python = tmp_path / "bare/bin/python"
+    path = tmp_path / "own.py"
+    printed, error, status = execute(python, "new", path, "--with", TASK)
+    assert status == 1 and not printed and not path.exists()
+    assert error == f"nothing was written: {python}: No module named ruff: pip install ruff\n"
+
+
 def test_make_new_alone_and_an_unknown_name_list_the_examples():
     lines = subprocess.run(["make", "-s", "new"], cwd=ROOT, capture_output=True, text=True)
     assert lines.returncode == 0 and lines.stdout.count("\n    ") == len(new.EXAMPLES)
@@ -152,3 +359,7 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     assert f"    {TASK}   " in lines.stderr
     lines = subprocess.run([*command, "RECIPE=ddp2"], cwd=ROOT, capture_output=True, text=True)
     assert lines.returncode != 0 and "invalid choice: 'ddp2'" in lines.stderr
+    assert not {"order", "tar_samples"} & {*new.EXAMPLES}  # others import from these
+    command[-1] = "WITH=order"
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert lines.returncode != 0 and ": there is no example order\n" in lines.stderr

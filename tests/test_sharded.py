@@ -345,7 +345,8 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(killed
     whole, killed = directory / "whole", directory / "killed"
     assert_equal(checkpoint(killed / "step-00000010"), checkpoint(whole / "step-00000010"))
     assert_same_training(outputs(killed), outputs(whole), 0)
-    names = {"step-00000009", "step-00000010", "run.lock", "metrics.jsonl", "summary.json"}
+    names = {"step-00000009", "step-00000010", "metrics.jsonl", "summary.json"}
+    names |= {"run.lock", "run.id"}
     names.add("disturbed.py")
     names |= {"model.safetensors", "counted.0", "counted.1"}
     assert {path.name for path in killed.iterdir()} == names
@@ -409,7 +410,7 @@ def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(d
         assert codes[0] == 2 and codes[1] != 0 and cases[name] in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
         left = {path.name for path in (tmp_path / name).iterdir()} - {"metrics.jsonl"}
-        assert left == {"run.lock", "disturbed.py"} | (
+        assert left == {"run.lock", "run.id", "disturbed.py"} | (
             {"step-00000002"} if name != "weights" else set()
         )
 

@@ -46,9 +46,9 @@ class Job:
         recipe = "recipe.py" if code else "recipes/ddp_cifar.py"
         flags = [] if code else [*FLAGS, *flags]
         (directory / "recipe.py").write_text(code or "")
-        for name in ("recipes", "accelerate_configs"):
+        for name in ("recipes", "clusters", "accelerate_configs"):
             (directory / name).symlink_to(ROOT / name)
-        command = ["sbatch", "--parsable", *options, "recipes/submit_job.sh", recipe, *flags]
+        command = ["sbatch", "--parsable", *options, "clusters/submit_job.sh", recipe, *flags]
         self.id = cluster.run(*command, cwd=directory).strip()
         assert self.id.isdigit(), self.id
         self.results = directory / f"runs/slurm-{self.id}"
@@ -196,6 +196,6 @@ def test_on_a_cluster(story, jobs):
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_the_script_is_clean():
     checked = subprocess.run(
-        ["shellcheck", ROOT / "recipes/submit_job.sh"], capture_output=True, text=True
+        ["shellcheck", ROOT / "clusters/submit_job.sh"], capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stdout

@@ -8,9 +8,11 @@ Other flags are the copy's. It trains 12 steps (--max-steps) with one size of mi
 process, on two, on all GPUs, and on two that SIGKILL ends in mid-epoch before a rerun
 resumes; a pipeline on two and four. All metrics of all steps and the final weights have to be the
 same, after the kill bit for bit (CPU). On another number of processes rounding differs, and
-training amplifies it. A yardstick measures how much: the first run, with initial weights changed by
-1e-5 of their values. In step N, a relative difference may be 1e-5, or 3 N times the yardstick's up
-to the next step. Exits with status 1 if a run fails or differs. Writes runs/check/NAME.json, .svg.
+training amplifies it. A yardstick measures how much: the first run, with weights changed by 1e-5 of
+their values before the first update. Bounds are ten times its differences. One above 1% tells
+nothing: that number is not judged, and from the step on in which it is the loss or grad_norm, no
+number is. Then the learning rate is lowered, to a tenth and to a thousandth. Exit status 1: a run
+fails or differs; 3: the same, as far as steps can be judged. Writes runs/check/NAME.json and .svg.
 """
 
 import argparse
@@ -27,39 +29,49 @@ from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
+import machine
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import bench
-
-CHANGE = 1e-5  # of the yardstick's initial weights; a difference that is always allowed
-ERROR = r"^(?:[\w.-]+: error: [^\n]*|Traceback .*?^\w[^\n]*)"  # a recipe's, or a traceback
+CHANGE = 1e-5  # of the yardstick's weights; a difference that is always allowed
+MARGIN = 10  # rounding moves a number by a hundredth of what the yardstick does, or as much
+LIMIT = 0.01  # other trainings of the same model meet a larger bound
+UNMOVED = torch.finfo(torch.float32).eps  # what rounding of a mean may do, such as of an accuracy
+DECISIVE = ("loss", "grad_norm")
+RATES = (1, 10, 1000)  # divisors of the learning rate: a lower one amplifies less
 NO_BOUND = sys.float_info.max  # JSON has no infinity
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+# Whatever the copy says of cuBLAS's and cuDNN's precision and algorithms.
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 # Names in metrics.jsonl that are not of the training, but of the machine and the moment.
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
-CAUSES = "Known causes and their remedies: benchmarks/README.md, make check"
+FROM_THE_START = "differs at step 1"
+EQUAL_NUMBERS = "Equal numbers of processes train the same. If the loss gathers samples of all "
+EQUAL_NUMBERS += "ranks, as negatives, no others can be compared: --processes {}"
+CAUSES = "Known causes and their remedies: docs/adapting.md, make check"
 
 
 def run_copy(task, copy, *flags):
-    """Run a copy as the program of this process. `task` is "train", "change" to change the initial
-    weights, or a checkpoint's name: SIGKILL in the first step after it."""
+    """Run a copy as the program of this process. `task` is "train", "change" to change the weights
+    before the first update, or a checkpoint's name: SIGKILL in the first step after it."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    type(torch.backends.cudnn).benchmark = False  # the copy's True does not reach cuDNN
-    add_param_group = torch.optim.Optimizer.add_param_group
     generator = torch.Generator().manual_seed(0)
+    changed = []  # optimizers
 
     @torch.no_grad()
-    def add_changed(optimizer, group):
-        add_param_group(optimizer, group)
-        for parameter in optimizer.param_groups[-1]["params"]:
+    def change(optimizer, *_):
+        if optimizer in changed:
+            return
+        changed.append(optimizer)
+        for parameter in (x for group in optimizer.param_groups for x in group["params"]):
             own = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # sharded
             noise = torch.randn(own.shape, generator=generator).to(own)
             own += own * noise * max(CHANGE, torch.finfo(own.dtype).eps)
@@ -69,7 +81,7 @@ def run_copy(task, copy, *flags):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if task == "change":
-        torch.optim.Optimizer.add_param_group = add_changed
+        register_optimizer_step_pre_hook(change)
     elif task != "train":
         register_optimizer_step_post_hook(kill)
     sys.argv = [copy, *flags]
@@ -83,25 +95,37 @@ def train(run, output):
     for number, task in enumerate(run["tasks"], 1):
         command = [sys.executable, *TORCHRUN, run["processes"], __file__, "run", task, run["copy"]]
         command = [str(x) for x in (*command, *run["flags"], "--output-dir", output)]
-        code, lines = bench.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
+        code, lines = machine.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
         text = "".join(line for _, line in lines)
-        output.with_name(f"{output.name}.{number}.txt").write_text(text)
+        log = output.with_name(f"{output.name}.{number}.txt")
+        log.write_text(text)
         last = number == len(run["tasks"])
         if last != (code == 0) or not (last or any(output.glob(f"{task}*"))):
             steps = re.findall(r"^step (\d+)/", text, re.MULTILINE)
             run["verdict"] = f"fails after step {steps[-1]}" if steps else "fails in step 1"
-            found = re.search(ERROR, text, re.MULTILINE | re.DOTALL)
-            run["reason"] = found[0] if found else text[-1000:]
+            run["reason"] = f"{error_of(run['copy'], text)} ({log})"
             return {}
     begin = json.loads((output / "summary.json").read_text())["resumed_from"]
-    if f"step-{begin:08}" not in ("step-00000000", *run["tasks"])[-2:]:
-        run |= {"verdict": "fails", "reason": f"it resumed from step {begin}"}
+    expected = [0, *(int(task.removeprefix("step-")) for task in run["tasks"][:-1])][-1]
+    if begin != expected:
+        run |= {"verdict": "fails", "reason": f"it resumed from step {begin}, not {expected}"}
     values = {}
     for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()):
         names = [name for name in line if name not in MEASURED]
         values |= {(line["step"], line["event"], name): line[name] for name in names}
     weights = load_file(output / "model.safetensors").items()
     return values | {(line["step"], "weights", name): tensor for name, tensor in weights}
+
+
+def error_of(copy, text):
+    """Return the line of an output that says why a run has failed: the copy's own, that of an
+    exception, or the launcher's."""
+    own = rf"^{re.escape(Path(copy).stem)}: error: .*"
+    exception = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception)\b.*"
+    for pattern in (own, exception, r"Signal \d+ .*", r"\S.*(?=\s*\Z)"):
+        if found := re.search(pattern, text, re.MULTILINE):
+            return found[0]
+    return "no output"
 
 
 def difference(one, other):
@@ -132,56 +156,101 @@ def compare(run, ours, theirs, bounds, of_rank_0):
             run["verdict"] = f"differs at step {step}"
             run["reason"] = f"{name} {one:.9g} and {other:.9g}, by {size:.1g}"
         elif size and not run["reason"]:
-            run["verdict"] = "the same" if bound < NO_BOUND else ""
+            run["verdict"] = "the same"
+    unknown = [x for x in run["differences"] if x["metric"] in DECISIVE and x["bound"] > LIMIT]
+    if unknown and run["verdict"] == "the same":
+        last, run["undecided"] = unknown[0]["step"] - 1, unknown[0]["metric"]
+        run["verdict"] = f"the same up to step {last}" if last else "not judged"
 
 
-def share_of_bound(found):
-    return found["difference"] / (found["bound"] or CHANGE)
-
-
-def bounds_of(yardstick):
-    """Return {(step, event, name): bound}."""
-    largest, bounds = defaultdict(float), defaultdict(lambda: CHANGE)
-    for x in yardstick["differences"]:
+def bounds_of(differences):
+    """Return {(step, event, name): bound}, and the last step that can be judged."""
+    largest, bounds = defaultdict(float), defaultdict(lambda: LIMIT)
+    for x in differences:
         name = x["metric"]
         largest[name] = max(largest[name], x["difference"])
-        most = largest[name] or max(largest.values())  # an accuracy changes in jumps
-        for step in (x["step"] - 1, x["step"]):  # in one of them the difference may pass through 0
-            bounds[step, x["event"], name] = max(CHANGE, 3 * step * most)
-    return bounds
+        # A number that has not moved may change in jumps, as an accuracy does.
+        bound = max(CHANGE, MARGIN * largest[name]) if largest[name] > UNMOVED else LIMIT
+        for step in {max(1, x["step"] - 1), x["step"]}:  # in one of them it may pass through 0
+            bounds[step, x["event"], name] = bound if bound <= LIMIT else NO_BOUND
+    unknown = [key[0] for key in bounds if key[2] in DECISIVE and bounds[key] == NO_BOUND]
+    last = min(unknown, default=math.inf) - 1
+    return bounds | {key: NO_BOUND for key in bounds if key[0] > last}, last
 
 
-def check(args, directory, console):
-    """Train in all ways and compare. Return the runs: the reference, its yardstick, the others."""
-    first, *more = args.processes
-    runs, values = [], {}
+class Check:
+    """The runs of a copy: the reference, its yardstick, the others."""
 
-    def add(name, against="", bounds=None, **given):
-        run = {"name": name, "against": against, "processes": first, "copy": args.copy}
-        run |= {"flags": args.flags, "tasks": ["train"], "differences": [], **given}
-        run |= {"verdict": "", "reason": ""}
-        with console.status(f"{name} ..."):
-            values[name] = train(run, directory / name)
+    def __init__(self, args, directory, console):
+        self.args, self.directory, self.console = args, directory, console
+        self.runs, self.values = [], {}
+        self.bounds = defaultdict(float)  # without a yardstick: bit for bit
+
+    def add(self, name, against="", bounds=None, **given):
+        """Train in one way, compare, and return the run."""
+        first = self.args.processes[0]
+        run = {"name": name, "against": against, "processes": first, "copy": self.args.copy}
+        run |= {"flags": self.args.flags, "tasks": ["train"], "differences": [], **given}
+        run |= {"verdict": "", "reason": "", "undecided": ""}
+        shutil.rmtree(self.directory / name, ignore_errors=True)  # of a higher learning rate
+        with self.console.status(f"{name} ..."):
+            self.values[name] = train(run, self.directory / name)
         if against and not run["reason"]:
             same = run["processes"] == first or run["tasks"][1:]  # as the one it is compared with
-            compare(run, values[name], values[against], bounds, () if same else BATCHNORM)
-        console.print(f"{name}: {run['verdict'] or 'done'}")
-        runs.append(run)
+            left_out = () if same else BATCHNORM
+            compare(run, self.values[name], self.values[against], bounds, left_out)
+        if name == "yardstick" and not run["reason"]:
+            run |= {"verdict": "", "undecided": ""}  # it is the measure
+        else:
+            self.console.print(f"{name}: {run['verdict'] or 'done'}")
+        self.runs.append(run)
         return run
 
-    name = f"{first} process{'es' * (first > 1)}"
-    if add(name)["reason"]:
-        return runs
-    bounds = defaultdict(float)  # on CPU, the killed run's
-    if more or args.also or args.gpus:
-        bounds = bounds_of(add("yardstick", name, defaultdict(lambda: NO_BOUND), tasks=["change"]))
-    for number in more:
-        add(f"{number} processes", name, bounds, processes=number)
-    for path in args.also:
-        add(f"{path.stem} on 2", name, bounds, processes=2, copy=path)
-    whole = runs[2] if more else runs[0]
-    if whole["differences"] or not whole["reason"]:
-        summary = json.loads((directory / name / "summary.json").read_text())
+    def all(self):
+        """Train in all ways, as far as the results can be compared. Return the runs."""
+        first, *more = self.args.processes
+        name = f"{first} process{'es' * (first > 1)}"
+        compared = more or self.args.also or self.args.gpus
+        if self.add(name)["reason"] or (compared and not self.add_yardstick(name)):
+            return self.runs
+        for number in more:
+            self.add(f"{number} processes", name, self.bounds, processes=number)
+        for path in self.args.also:
+            self.add(f"{path.stem} on 2", name, self.bounds, processes=2, copy=path)
+        whole = self.runs[2] if more else self.runs[0]
+        if whole["differences"] or not whole["reason"]:
+            self.add_killed(whole)
+        return self.runs
+
+    def add_yardstick(self, name):
+        """Set the bounds. If they judge some of the steps only, begin again at a lower learning
+        rate. Return whether they can be set."""
+        summary = json.loads((self.directory / name / "summary.json").read_text())
+        flags = self.args.flags
+        unchanged = defaultdict(lambda: NO_BOUND)  # step 1 computes with the reference's weights
+        unchanged |= {(1, "train", x): CHANGE if self.args.gpus else 0.0 for x in DECISIVE}
+        for divisor in RATES:
+            if divisor > 1:
+                self.args.flags = [*flags, "--lr", summary["lr"] / divisor]
+                self.console.print(f"a lower rate amplifies less: --lr {summary['lr'] / divisor:g}")
+                self.runs.clear()
+                if self.add(name)["reason"]:
+                    return False
+            yardstick = self.add("yardstick", name, unchanged, tasks=["change"])
+            if yardstick["reason"]:
+                yardstick["reason"] += ", in two equal runs"
+                return False
+            self.bounds, last = bounds_of(yardstick["differences"])
+            judged = min(last, summary["steps"])
+            self.console.print(f"yardstick: judges {judged} of {summary['steps']} steps")
+            if judged == summary["steps"]:
+                break
+        return True
+
+    def add_killed(self, whole):
+        """Kill a run and resume it, and compare it with `whole`."""
+        args = self.args
+        summary = json.loads((self.directory / whole["name"] / "summary.json").read_text())
         kills = range(1, args.kills + 1)
         every = max(1, (2 * summary["steps"] - 2) // (2 * args.kills + 1))
         epoch = summary["steps_per_epoch"]
@@ -189,11 +258,16 @@ def check(args, directory, console):
         tasks = [*(f"step-{every * k:08}" for k in kills), "train"]
         flags = ["--checkpoint-every", every, *args.flags]
         given = {"processes": whole["processes"], "tasks": tasks, "flags": flags}
-        # A GPU may round in another way, but not much in the first step: there it is noise.
-        later = {key: bound for key, bound in bounds.items() if key[0] > 1}
-        bounds = defaultdict(lambda: CHANGE, later) if args.gpus else defaultdict(float)
-        add(f"{whole['name']}, killed", whole["name"], bounds, **given)
-    return runs
+        bounds = defaultdict(float)
+        if args.gpus:  # they may round in another way, but not much in the first step, if not noisy
+            later = {key: bound for key, bound in self.bounds.items() if key[0] > 1}
+            bounds = defaultdict(lambda: CHANGE, later)
+        self.add(f"{whole['name']}, killed", whole["name"], bounds, **given)
+
+
+def exit_with_error(message):
+    print(f"check: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def parse_args():
@@ -205,10 +279,13 @@ def parse_args():
     add("--kills", type=int, default=1, help="how often SIGKILL ends the killed run (1)")
     add("--batch-size", type=int, help="of a microbatch (8; pipeline: 16)")
     add("--global-batch-size", type=int, help="of a step")
+    parser.error = exit_with_error
     args, flags = parser.parse_known_args()
     args.copy = args.copy.expanduser()
     for path in (args.copy, *args.also):
-        if not path.is_file() or "--checkpoint-every" not in path.read_text():
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
+        if "--checkpoint-every" not in path.read_text("utf-8", "replace"):
             parser.error(f"{path} is not a copy of ddp, amp, sharded or pipeline_cifar.py")
     args.gpus = 0 if "--cpu" in flags else torch.cuda.device_count()
     stages = 2 if "--chunks" in args.copy.read_text() else 1
@@ -226,7 +303,6 @@ def parse_args():
 
 def main():
     args = parse_args()
-    bench.GPUS = args.gpus  # for `hardware`
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(130))
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 100)
@@ -234,22 +310,32 @@ def main():
     directory = results.with_suffix("")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    content = {"date": str(date.today()), "command": sys.argv[1:], "commit": bench.commit()}
-    content |= {"hardware": bench.hardware(), "gpus": args.gpus, "python": sys.version.split()[0]}
-    content |= {"versions": bench.VERSIONS, "runs": (runs := check(args, directory, console))}
-    table = Table("run", "compared with", "nearest to its bound", "verdict", box=None)
+    content = {"date": str(date.today()), "command": sys.argv[1:], "commit": machine.commit()}
+    content |= {"hardware": machine.hardware(args.gpus), "gpus": args.gpus}
+    content |= {"python": sys.version.split()[0], "versions": machine.VERSIONS}
+    content |= {"runs": (runs := Check(args, directory, console).all())}
+    table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "yardstick"):
-        worst = max(run["differences"], key=share_of_bound, default=None)
+        judged = [x for x in run["differences"] if x["bound"] < NO_BOUND]
+        worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or CHANGE), default=None)
         found = worst and "{difference:.1g} of {bound:.1g}, {metric}, step {step}".format(**worst)
-        table.add_row(run["name"], run["against"], found, run["verdict"])
+        count = f"{len(judged)} of {len(run['differences'])}"
+        table.add_row(run["name"], run["against"], count, found, run["verdict"])
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
     causes = [CAUSES] if problems and runs[1:] else []
-    console.print(table, *problems, *causes, sep="\n", soft_wrap=True)
+    if runs[-1]["verdict"] == "bit for bit" and any(x["verdict"] == FROM_THE_START for x in runs):
+        causes.insert(0, EQUAL_NUMBERS.format(runs[-1]["processes"]))
+    unknown = [
+        f"{x['name']}: {x['verdict']}; later, rounding decides {x['undecided']}"
+        for x in runs
+        if x["undecided"]
+    ]
+    console.print(table, *problems, *unknown, *causes, sep="\n", soft_wrap=True)
     results.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    subprocess.run([sys.executable, bench.ROOT / "docs/pictures/draw.py", results])
-    if not problems:
+    subprocess.run([sys.executable, machine.ROOT / "tools/draw.py", results])
+    if not (problems or unknown):
         shutil.rmtree(directory)
-    sys.exit(bool(problems))
+    sys.exit(1 if problems else 3 if unknown else 0)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
 
 examples/NAME.py has functions that replace the recipe's, and all that they need. The lines of
 examples/NAME.diff change functions. NAME.sharded.py and NAME.sharded.diff are those of one recipe.
-Functions, flags and imports that the copy does not use are removed. Nothing is written if an
-example does not fit, and no file is overwritten.
+Functions, flags and imports of these that the copy does not use are removed, but no text of its
+owner. Nothing is written if that would have to go, or if an example does not fit. No file is
+overwritten.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parsed, parts, write
@@ -24,7 +26,8 @@ from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parsed, pa
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
 TRAIN = "torchrun --nproc_per_node 2 mine.py"  # in the docstring of an example with a task
-MADE = re.compile(r"\n*Made from (.*\))(?: with (.*))?\.$", re.DOTALL)
+MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
+FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
 
 
 # ----------------------------------------------------------------------------------- an example
@@ -51,11 +54,11 @@ def titles():
 
 
 def statements(text):
-    """Return [(node, its lines, with the comments above it)] of a module."""
-    lines = text.splitlines(keepends=True)
+    """Return [(node, its lines, with the comments above it)] of a module: all of its text."""
+    lines = [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
     nodes = parsed(text).body
-    ends = [0, *(node.end_lineno for node in nodes)]
-    return [(x, "".join(lines[i : x.end_lineno])) for x, i in zip(nodes, ends, strict=False)]
+    ends = [0, *(node.end_lineno for node in nodes[:-1]), len(lines)]
+    return [(x, "".join(lines[i:j])) for x, (i, j) in zip(nodes, pairwise(ends), strict=False)]
 
 
 def bound(node):
@@ -67,8 +70,12 @@ def bound(node):
 
 
 def definitions(text):
-    """Return {name: lines} of what a module defines."""
-    return {name: lines.strip() for node, lines in statements(text) for name in bound(node)}
+    """Return {name: lines} of what a module defines, of a name defined twice both."""
+    found = {}
+    for node, lines in statements(text):
+        for name in bound(node):
+            found[name] = found.get(name, "") + lines.strip()
+    return found
 
 
 def load(name, recipe):
@@ -76,8 +83,8 @@ def load(name, recipe):
     and what it names of another example. What it imports from a recipe is in the copy already."""
     lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
     for node, part in statements(text := source(name, "py", recipe)):
-        module = getattr(node, "module", None) or ""
-        if module in EXAMPLES:
+        module = (getattr(node, "module", None) or "").replace(".", "/")
+        if source(module, "py", recipe):  # another example, or of examples/lib
             more, theirs = load(module, recipe)
             lines += more
             given = {alias.name for alias in node.names}
@@ -88,26 +95,46 @@ def load(name, recipe):
 
 
 # --------------------------------------------------------------------------------------- the copy
+def own_text(recipe, examples):
+    """Return all that may go from a copy: the definitions, imports and lines of these."""
+    text = RECIPES[recipe].read_text("utf-8")
+    found = {*definitions(text).values(), *imports(text)[0].values()}
+    for name in examples:
+        lines, defined = load(name, recipe)
+        found |= {*defined.values(), *imports("\n".join(lines))[0].values()}
+    return found | {line for x in found for line in x.split("\n")}
+
+
+def with_imports(text, added, name):
+    """Return a copy with the imports that it lacks. Raise ValueError if it has another thing of the
+    same name."""
+    (ours, last), (theirs, _) = imports(text), imports("\n".join(added))
+    missing = {key: line for key, line in theirs.items() if ours.get(key) != line}
+    for key in missing.keys() & names(text)[0]:
+        if missing[key].startswith("from "):
+            raise ValueError(f"{name}.py: {missing[key]}: {key} of the copy is something else")
+    lines = text.split("\n")
+    lines[last:last] = missing.values()
+    return "\n".join(lines)
+
+
 def put_functions(text, name, recipe):
     """Return a copy with an example's functions in place of the recipe's, and what they need above
     the first of them. Raise ValueError if one of these was edited, or replaced before."""
     added_imports, defined = load(name, recipe)
     original, ours = definitions(RECIPES[recipe].read_text("utf-8")), definitions(text)
-    for key in sorted(defined.keys() & original.keys()):
-        if ours.get(key) not in (original[key], defined[key]):
+    for key in sorted(defined.keys() & names(text)[0]):
+        if ours.get(key, "") not in (original.get(key), defined[key]):
             raise ValueError(f"{name}.py: {key} of the copy is edited, or of another example")
     first = next((key for key in ours if key in defined), "main")
     helpers = dict.fromkeys(part for key, part in defined.items() if key not in ours)
     result = []
-    for node, part in statements(text):
+    for node, part in statements(with_imports(text, added_imports, name)):
         for key in bound(node):
             result += [f"\n\n{x}\n" for x in helpers] if key == first else []
             part = f"\n\n{defined[key]}\n" if key in defined else part
         result.append(part)
-    lines = "".join(result).splitlines()
-    last = imports(text)[1]
-    lines[last:last] = added_imports
-    return "\n".join(lines) + "\n"
+    return "".join(result)
 
 
 def place(text, path):
@@ -127,22 +154,25 @@ def apply(text, diff, name):
     for path, hunk in re.findall(r"^@@ (\S+)\n((?:[ +-].*\n|\n)+)", diff, re.MULTILINE):
         hunk = [line or " " for line in hunk.rstrip("\n").split("\n")]
         old, new = ("".join(f"\n{x[1:]}" for x in hunk if x[0] in f" {sign}") for sign in "-+")
-        lines = text.splitlines()
+        lines = text.split("\n")
         first, last = place(text, path) or (0, 0)
         within = "\n".join(["", *lines[first:last], ""])
         if f"{new}\n" in within or within.count(f"{old}\n") != 1:
             shown = " | ".join(line[1:].strip() for line in hunk)
             raise ValueError(f"{name}.diff does not fit {path}, or is there already: {shown}")
         lines[first:last] = within.replace(f"{old}\n", f"{new}\n").split("\n")[1:-1]
-        text = "\n".join(lines) + "\n"
+        text = "\n".join(lines)
     return text
+
+
+def used(text):
+    """Return the names that a statement uses which does not define them."""
+    return set().union(*(names(lines)[1] for _, lines in statements(text)))
 
 
 def unused(text):
     """Return the names of definitions that no other statement uses."""
-    defined = definitions(text)
-    used = [names(lines)[1] for _, lines in statements(text)]
-    return defined.keys() - set().union(*used)
+    return definitions(text).keys() - used(text)
 
 
 def unread_flags(text):
@@ -152,50 +182,101 @@ def unread_flags(text):
     return {line for line, flag in found if flag.replace("-", "_") not in names}
 
 
-def without_unused(text, before, shared):
+def without_unused(text, before, shared, known):
     """Return a copy without definitions and flags that are not used, unless they were not used
-    before, or are in its shared block."""
+    before, or are in its shared block. Raise ValueError if one of them is not `known` text."""
     keep = unused(before) | definitions(shared).keys()
     while gone := unused(text) - keep:
+        ours = definitions(text)
+        if edited := ", ".join(sorted(name for name in gone if ours[name] not in known)):
+            raise ValueError(f"nothing would use {edited}, which is edited: delete it first")
         text = "".join(part for node, part in statements(text) if not gone & {*bound(node)})
     for line in unread_flags(text) - unread_flags(before):
-        text = text if line in shared else text.replace(line, "")
+        if line in shared:
+            continue
+        if line.strip("\n") not in known:
+            raise ValueError(f"nothing would read this flag, which is edited: {line.strip()}")
+        text = text.replace(line, "")
     return text
 
 
-def with_docstring(text, file_name, origin, examples):
-    """Return a copy whose docstring begins with that of the example with a task, or else with the
-    recipe's title and commands, and ends with the other examples' and the origin."""
-    before = ast.get_docstring(parsed(text))
-    if before is None:
+def without_unused_imports(text, before, known):
+    """Return a copy without `known` imports that are not used, unless they were not used before. A
+    line with a comment stays."""
+    needed = used(text) | (imports(before)[0].keys() - used(before))
+    lines = text.split("\n")
+    for node in reversed(parsed(text).body):
+        place = slice(node.lineno - 1, node.end_lineno)
+        part = "\n".join(lines[place])
+        if isinstance(node, ast.Import | ast.ImportFrom) and not {"#", ";"} & {*part}:
+            one_each = imports(part)[0]
+            kept = [x for name, x in one_each.items() if name in needed or x not in known]
+            lines[place] = lines[place] if len(kept) == len(one_each) else kept
+    return "\n".join(lines)
+
+
+def docstring(text):
+    """Return the paragraphs of a copy's docstring above "Made from", its match, and those below."""
+    doc = ast.get_docstring(parsed(text), clean=False)
+    if doc is None:
         raise ValueError("the copy has no docstring, in which its examples are named: write one")
-    made = MADE.search(before)
-    parents = [*(made[2] or "").split(), *examples] if made else examples
-    head, rest = before[: made and made.start()].split("\n\n"), []
-    for paragraphs in (description(name)[0] for name in examples):
-        if TRAIN in "\n\n".join(paragraphs):
-            head[:2] = paragraphs
-        else:
-            rest += paragraphs
-    origin = f"Made from {made[1] if made else origin}{' with ' * bool(parents)}"
-    end = textwrap.fill(f"{origin}{', '.join(x.strip(',') for x in parents)}.", 100)
-    doc = "\n\n".join([*head, *rest, end])
+    paragraphs = doc.rstrip().split("\n\n")
+    for i, made in enumerate(MADE.fullmatch(x.strip()) for x in paragraphs):
+        if made:
+            return paragraphs[:i], made, paragraphs[i + 1 :]
+    return paragraphs, None, []
+
+
+def parents(text):
+    """Return the names of the examples in a copy."""
+    made = docstring(text)[1]
+    return re.findall(r"\w+", made[2] or "") if made else []
+
+
+def adapted(paragraph, file_name):
+    """Return a paragraph of a recipe or an example with the name of the copy."""
     launch = r"accelerate launch --config_file \S+/(\d)gpu.yaml"
-    doc = re.sub(launch, r"torchrun --nproc_per_node \1", doc)
-    doc = re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", file_name, doc)
-    ending = "  # noqa: E501" * any(len(line) > 100 for line in doc.splitlines())
-    doc = doc.replace("\\", "\\\\")
-    lines = text.splitlines()
+    paragraph = re.sub(launch, r"torchrun --nproc_per_node \1", paragraph)
+    return re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", lambda _: file_name, paragraph)
+
+
+def with_docstring(text, file_name, recipe, origin, examples):
+    """Return a copy whose docstring has the title and the commands of the example with a task in
+    place of the recipe's, and then the other examples' paragraphs and the origin. All that is not
+    the recipe's stays."""
+    above, made, below = docstring(text)
+    recipes_own = docstring(RECIPES[recipe].read_text("utf-8"))[0]
+    above = [adapted(x, file_name) if x in recipes_own else x for x in above]
+    replaced = {FILE.sub("", adapted(x, "")) for x in recipes_own[:2]}
+    for name in examples:
+        paragraphs = description(name)[0]
+        is_task = TRAIN in "\n\n".join(paragraphs)
+        kept = [x for x in above if not (is_task and FILE.sub("", x) in replaced)]
+        # Below a title of the owner's own.
+        at = (kept[:1] == above[:1]) if is_task else len(kept)
+        above = [*kept[:at], *(adapted(x, file_name) for x in paragraphs), *kept[at:]]
+    examples = [*parents(text), *examples]
+    origin = f"Made from {made[1] if made else origin}{' with ' * bool(examples)}"
+    end = textwrap.fill(f"{origin}{', '.join(examples)}.", 100)
+    doc = "\n\n".join([*above, end, *below])
     node = parsed(text).body[0]
-    lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.splitlines()
-    return "\n".join(lines) + "\n"
+    lines = text.split("\n")
+    ending = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+    ending = ending or "  # noqa: E501" * any(len(line) > 100 for line in doc.split("\n"))
+    doc = doc.replace("\\", "\\\\").replace('"""', r"\"\"\"")
+    lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.split("\n")
+    return "\n".join(lines)
 
 
-def tidy(text):
-    """Sort, merge and prune the imports, as the rules of this repository say."""
-    command = [sys.executable, "-m", "ruff", "check", "--fix", "--quiet", "--select", "I,F401,F811"]
-    command += ["--config", ROOT / "pyproject.toml", "--stdin-filename", "copy.py", "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+def sorted_imports(text):
+    """Sort and merge the imports, as the rules of this repository say."""
+    command = [sys.executable, "-m", "ruff", "check", "--fix", "--exit-zero", "--quiet"]
+    command += ["--select", "I", "--config", ROOT / "pyproject.toml"]
+    command += ["--stdin-filename", "copy.py", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
+    if done.returncode:
+        raise ValueError(f"{done.stderr.strip()}: pip install ruff")
+    return done.stdout
 
 
 def compose(path, name, recipe, examples):
@@ -210,9 +291,13 @@ def compose(path, name, recipe, examples):
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
         text = put_functions(text, example, recipe)
         text = apply(text, source(example, "diff", recipe), example)
-    text = without_unused(text, before, block)
+    known = own_text(recipe, [*parents(before), *examples])
+    text = without_unused(text, before, block, known)
+    text = without_unused_imports(text, before, known)
     origin = f"{recipe}_cifar.py (shared infrastructure {checksum(block)})"
-    return tidy(with_docstring(text, shlex.quote(name), origin, examples))
+    text = with_docstring(text, shlex.quote(name), recipe, origin, examples)
+    # Imports that their owner did not sort may have an order that matters.
+    return sorted_imports(text) if sorted_imports(before) == before else text
 
 
 def recipe_of(path):
@@ -222,19 +307,33 @@ def recipe_of(path):
     return max(theirs, key=lambda name: len(ours & theirs[name]) / len(ours | theirs[name]))
 
 
+def with_flags_of(path, recipe, commands):
+    """Return commands without the flags that a copy has not, or that its owner declares: of these
+    no value is known."""
+    text, block = path.read_text("utf-8"), parts(path)[2]
+    known = own_text(recipe, parents(text))
+    ours = "\n".join(line for line in text.split("\n") if line in known or line in block)
+    flags = {"nproc_per_node", *re.findall(r'"--([\w-]+)"', ours)}
+
+    def checked(line):
+        return re.sub(r" --([\w-]+)(?: (?!--)\S+)*", lambda x: x[0] * (x[1] in flags), line)
+
+    return "\n".join(checked(x) if "mine.py" in x else x for x in commands.split("\n"))
+
+
 def next_commands(path, recipe):
     """Return the lines that make the data of a copy's task, train it in two ways, and check it."""
-    parents = MADE.search(ast.get_docstring(ast.parse(path.read_text("utf-8"))))[2]
-    texts = [x for name in re.findall(r"\w+", parents or "") for x in description(name)[0]]
+    texts = [x for name in parents(path.read_text("utf-8")) for x in description(name)[0]]
     recipes_own = f"    {TRAIN} --data synthetic --model simple_cnn"
+    task = with_flags_of(path, recipe, next((x for x in texts if TRAIN in x), recipes_own))
     other, path = (shlex.quote(str(x)) for x in (f"runs/{path.stem}-other", path))
-    task = next((x for x in texts if TRAIN in x), recipes_own).replace("mine.py", path)
+    task = task.replace("mine.py", path)
     two = TRAIN.replace("mine.py", path)
-    data, _, flags = task.rpartition(f"    {two} ")
+    data, _, flags = task.rpartition(f"    {two}")
     one = two.replace("2", "4", 1) if recipe == "pipeline" else f"python {path}"
     lines = [". .venv/bin/activate", *textwrap.dedent(data).splitlines()]
-    check = f"make check COPY={path} ARGS={shlex.quote(flags)}"
-    return [*lines, f"{two} {flags}", f"{one} {flags} --output-dir {other}", check]
+    check = f"make check COPY={path} ARGS={shlex.quote(flags.strip())}"
+    return [*lines, f"{two}{flags}", f"{one}{flags} --output-dir {other}", check]
 
 
 def main():

@@ -5,7 +5,9 @@ import ast
 import builtins
 import hashlib
 import re
+import shutil
 import symtable
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,11 +57,13 @@ def names(text):
 
 
 def imports(text):
-    """Return {name: the line that imports it}, and the number of the last line of the imports."""
-    lines, last = {}, 0
+    """Return {name: the line that imports it}, and the number of the last line of the imports above
+    all functions and classes."""
+    lines, last, above = {}, 0, True
     for node in parsed(text).body:
+        above = above and not isinstance(node, ast.FunctionDef | ast.ClassDef)
         if isinstance(node, ast.Import | ast.ImportFrom):
-            last = node.end_lineno
+            last = node.end_lineno if above else last
             for alias in node.names:
                 one = type(node)(**{**vars(node), "names": [alias]})
                 lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(one)
@@ -67,6 +71,11 @@ def imports(text):
 
 
 def write(path, text):
-    """Write a copy with the line ends that it has."""
+    """Write a copy with the line ends that it has. An error leaves it as it was."""
+    path = path.resolve()  # not the link to it
     ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
-    path.write_text(text, "utf-8", newline=ending)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        unfinished = Path(directory, path.name)
+        unfinished.write_text(text, "utf-8", newline=ending)
+        shutil.copymode(path, unfinished)
+        unfinished.replace(path)

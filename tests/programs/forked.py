@@ -72,7 +72,7 @@ def work(run, rank, port, request, cores):
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code:
-            sys.excepthook(*sys.exc_info())  # which a recipe replaces
+            sys.excepthook(*sys.exc_info())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if code else 0)

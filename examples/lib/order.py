@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders of the samples in each epoch: shards, similar lengths, mixtures, balanced classes.
 
-Other examples import from here. Each order depends on (seed, epoch) alone. So a run resumes
-exactly, and any number of processes trains on the same global batches: each microbatch of each rank
-is a part of the next `args.global_batch_size` samples.
-
-Recipes: ddp, amp, pipeline, sharded.
+Each order depends on (seed, epoch) alone. So a run resumes exactly, and any number of processes
+trains on the same global batches: each microbatch of each rank is a part of the next
+`args.global_batch_size` samples.
 """
 
 import random

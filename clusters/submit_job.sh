@@ -2,13 +2,13 @@
 # Train under Slurm, on one node or many, with one `accelerate launch` per node. From the top of
 # this repository:
 #
-#   sbatch recipes/submit_job.sh
-#   sbatch --nodes=2 recipes/submit_job.sh recipes/amp_cifar.py --epochs 30
+#   sbatch clusters/submit_job.sh
+#   sbatch --nodes=2 clusters/submit_job.sh recipes/amp_cifar.py --epochs 30
 #
 # On two nodes or, if one of them dies, on the other one. A fixed global batch, which any number of
 # the job's processes divides, makes both the same training:
 #
-#   sbatch --nodes=1-2 recipes/submit_job.sh recipes/ddp_cifar.py --global-batch-size 1024
+#   sbatch --nodes=1-2 clusters/submit_job.sh recipes/ddp_cifar.py --global-batch-size 1024
 #
 # The first argument is the recipe (default: ddp_cifar.py), the others are its flags. Each GPU of
 # the job gets a process. Without GPUs, `sbatch --ntasks-per-node=4` sets the number of processes.

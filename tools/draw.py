@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of this directory from trainings on CPU: `make results ARGS=--pictures`.
+"""Draw the pictures of docs/pictures/ from trainings on CPU: `make results ARGS=--pictures`.
 
-    python docs/pictures/draw.py              # all of them
-    python docs/pictures/draw.py ddp amp      # some
-    python docs/pictures/draw.py runs/check/mine.json  # one that check.py has written, beside it
+    python tools/draw.py                       # all of them
+    python tools/draw.py ddp amp               # some
+    python tools/draw.py runs/check/mine.json  # one that check.py has written, beside it
 
 Each run is a recipe itself, whose methods of torch and Accelerate are timed or watched. Most
 pictures show the last step of a ResNet-50, and end with machine and date.
@@ -34,6 +34,7 @@ except ImportError:
 
 import torch
 from accelerate import Accelerator
+from machine import ROOT, commit, hardware
 from torch import distributed
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -42,8 +43,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+PICTURES = ROOT / "docs/pictures"
 RESNET = "--data synthetic --stem imagenet --cpu --max-steps 3"
 found = []  # in this process
 
@@ -290,7 +290,7 @@ def draw_amp(figure):
 
 
 # --------------------------------------------------------------------------------------------- main
-PICTURES = {
+DRAWN = {
     "pipeline": (draw_pipeline, (8, 4)),
     "ddp": (draw_ddp, (8, 4)),
     "sharded": (draw_sharded, (8, 2.6)),
@@ -323,24 +323,21 @@ def measure(processes, recipe, flags, watch):
 
 
 def main(*names):
-    sys.path.append(str(ROOT / "benchmarks"))
-    from bench import commit, hardware
-
-    pyplot.style.use(HERE / "svg.mplstyle")
-    for name in names or ["check", *PICTURES]:
+    pyplot.style.use(PICTURES / "svg.mplstyle")
+    for name in names or ["check", *DRAWN]:
         if name == "check" or name.endswith(".json"):
             results = Path(run_check() if name == "check" else name)
             figure = pyplot.figure(figsize=(8, 5), layout="constrained")
             draw_check(figure, json.loads(results.read_text()))
-            path = HERE / "check.svg" if name == "check" else results.with_suffix(".svg")
+            path = PICTURES / "check.svg" if name == "check" else results.with_suffix(".svg")
             figure.savefig(path, metadata={"Date": None})
             continue
-        draw, size = PICTURES[name]
+        draw, size = DRAWN[name]
         figure = pyplot.figure(figsize=size, layout="constrained")
         draw(figure)
-        where = f"{hardware()}; torch {torch.__version__}; {date.today()}; commit {commit()}"
+        where = f"{hardware(0)}; torch {torch.__version__}; {date.today()}; commit {commit()}"
         figure.text(0.01, 0, where, va="top", fontsize=8)
-        figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+        figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 """Samples of tar files, as webdataset writes them, for tar_shards.py: no iterable dataset.
 
 Their index is in memory: 24 bytes per sample, which processes share if they map its file.
-
-Recipes: ddp, amp, pipeline, sharded.
 """
 
 import io

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the tools and the benchmarks: this machine, the versions and the commit, which stand
+beside results, and how a command is run to its end."""
+
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+VERSIONS = {name: version(name) for name in ("torch", "torchvision", "accelerate")}
+
+
+def hardware(gpus):
+    """Describe this machine with so many GPUs, or its CPU. Exit if its GPUs cannot be used; that is
+    tried in another process, so that this one takes no GPU memory from the runs."""
+    if not gpus:
+        cpuinfo = Path("/proc/cpuinfo")
+        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+        name = found[1] if found else platform.processor()
+        sets = [torch.backends.cpu.get_cpu_capability(), *bf16_instructions()]
+        return f"{CORES} cores of {name} ({', '.join(sets)})"
+    tried = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    answer = subprocess.run(tried, capture_output=True, text=True)
+    if answer.returncode:
+        sys.exit(f"{gpus} GPU(s), but {answer.stderr.strip().splitlines()[-1]}")
+    asked = "--query-gpu=driver_version,memory.total,power.limit"
+    try:
+        details = subprocess.check_output(
+            ["nvidia-smi", asked, "--format=csv,noheader", "--id=0"], text=True
+        )
+    except (OSError, subprocess.CalledProcessError):  # not of NVIDIA, or in a container
+        return f"{gpus} x {answer.stdout.strip()}"
+    driver, memory, power = details.strip().split(", ")
+    return f"{gpus} x {answer.stdout.strip()} (driver {driver}, {memory}, {power})"
+
+
+def bf16_instructions():
+    """Return the names of this CPU's instruction sets for bf16: of AMX, of AVX-512, of Arm."""
+    return sorted(x for x, has in torch.cpu.get_capabilities().items() if has and "bf16" in x)
+
+
+def commit():
+    options = {"shell": True, "cwd": ROOT, "capture_output": True, "text": True}  # no git: no error
+    found = subprocess.run("git describe --always --dirty --exclude='*'", **options)
+    return found.stdout.strip() or "unknown"
+
+
+def execute(command, environment, timeout):
+    """Run a command; return its exit code, and its output as [(time of arrival, line)]."""
+    launched = time.time()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    timer = threading.Timer(timeout, os.killpg, [process.pid, signal.SIGTERM])
+    timer.start()
+    try:
+        lines = [(time.time(), line) for line in process.stdout]
+        code = process.wait()
+    finally:  # also after Ctrl-C
+        timer.cancel()
+        stop(process)
+    if code and time.time() - launched > timeout:
+        code = f"none after {timeout:g} s"
+    return code, [(launched, ""), *lines]
+
+
+def stop(process):
+    """End a run with all of its processes. Ranks have sessions of their own: the launcher has to be
+    asked to end them, for which it takes up to 30 seconds."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.communicate(timeout=45)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
