@@ -150,8 +150,8 @@ def evaluate(model, loader, args):
     model.eval()
     sums = {"loss": 0, "accuracy": 0}
     for batch in loader:
-        for name, values in compute_loss(model, batch, args).items():
-            sums[name] += values.double().sum()
+        for name, value in compute_loss(model, batch, args).items():
+            sums[name] += value.double().sum()
     model.train()
     return {f"test_{name}": total.item() / len(loader.dataset) for name, total in sums.items()}
 
@@ -188,14 +188,14 @@ def main():
             for batch in train_loader:
                 step += 1
                 seed_rng(args.seed, step, 0)  # as ddp_cifar.py on one process
-                metrics = compute_loss(model, batch, args)
-                accelerator.backward(metrics["loss"].mean())
+                values = compute_loss(model, batch, args)
+                accelerator.backward(values["loss"].mean())
                 learning_rate = scheduler.get_last_lr()[0]
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                for name, values in metrics.items():
-                    sums[name] += values.detach().double().sum()  # still on the GPU
+                for name, value in values.items():
+                    sums[name] += value.detach().double().sum()  # still on the GPU
                 samples += args.batch_size
                 ends = step % len(train_loader) == 0 or step == total_steps
                 if ends or step % args.log_every == 0:

@@ -608,7 +608,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 813a1a713c79: identical in all recipes
+# ===================================== shared infrastructure 1cf671d94a70: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -1099,40 +1099,43 @@ class Checkpoints:
         remedy = "all machines have to share data and directory"
         exit_if_ranks_differ(run.store, "files", seen, remedy)
         for path in paths:
-            damage = None
-            try:
-                checkpoint = self.storage.read(path)
-            except (OSError, MemoryError) as error:  # this rank's: the file may be intact
-                exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
-            except Exception as error:
-                damage = f"{error!r:.200}"
-            exit_if_ranks_differ(run.store, path.name, {path.name: damage}, "rerun the command")
-            if not damage:
-                break
-            run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
-        else:
-            if paths:
-                exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
-            return None
-        ours, theirs = run.config, checkpoint["config"]
-        names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
-        wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
-        if wrong:
-            exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
-        run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
+            if checkpoint := self.read_if_intact(path):
+                ours, theirs = run.config, checkpoint["config"]
+                names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
+                wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
+                if wrong:
+                    exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
+                run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
+                return checkpoint
+        if paths:
+            exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
+        return None
+
+    def read_if_intact(self, path):
+        """Return a checkpoint, or None if it is damaged. Exit unless all ranks see the same."""
+        checkpoint = damage = None
+        try:
+            checkpoint = self.storage.read(path)
+        except (OSError, MemoryError) as error:  # this rank's: the file may be intact
+            exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
+        except Exception as error:
+            damage = f"{error!r:.200}"
+        exit_if_ranks_differ(self.run.store, path.name, {path.name: damage}, "rerun the command")
+        if damage:
+            self.run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
         return checkpoint
 
     def due(self, step):
         every = (self.run.steps_per_epoch, self.run.args.checkpoint_every or math.inf)
         return step == self.run.total_steps or any(step % x == 0 for x in every)
 
-    def save(self, step, metrics):
+    def save(self, step, metrics_text):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
         for the end: one that went on would wait in the next step, and take that for a hang."""
         run = self.run
         began = time.perf_counter()
         states = self.storage.collect()
-        content = {"config": run.config, "step": step, "metrics": metrics, "states": states}
+        content = {"config": run.config, "step": step, "metrics": metrics_text, "states": states}
         path = run.directory / self.storage.pattern.replace("[0-9]" * 8, f"{step:08}")
         try:
             self.storage.write(content, path)
