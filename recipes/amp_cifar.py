@@ -230,8 +230,8 @@ def broadcast_buffers(model):
 
 
 def set_up_ddp(run, model, loader):
-    """Share the buffers. In a resumed run, take a first backward pass, without a trace: after it
-    DDP sums gradients in another order, in which the interrupted run summed them."""
+    """Share the buffers. A resumed run also takes a first backward pass, and undoes its effects:
+    after it DDP sums gradients in another order, as it did in the interrupted run."""
     broadcast_buffers(model)
     if run.resumed_from:
         before = [buffer.clone() for buffer in model.buffers()]

@@ -374,9 +374,9 @@ def average_gradients(stage, replicas):
 
 
 def set_up_stages(model, loader):
-    """Take a batch through both stages before the first step, without a trace. In its first one
-    torch learns the shapes, in some versions by a chunk more, which BatchNorm would count. DDP then
-    changes the order of its sums: so a resumed run rounds as the first one did."""
+    """Take a batch through both stages before the first step, and undo its effects. Torch learns
+    the shapes, in some versions with one more chunk, which BatchNorm would count. After it DDP sums
+    gradients in another order, so that a resumed run rounds as the interrupted one did."""
     before = [buffer.clone() for buffer in model.buffers()]
     run_pipeline(model, next(iter(loader)))
     model.zero_grad()

@@ -222,7 +222,7 @@ def shard_units(model):
 
 
 def add_technique_flags(parser):
-    """Add the flags of this technique, whatever is trained."""
+    """Add the flags of this technique."""
     add = parser.add_argument
     switch = {"action": "store_true"}
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
@@ -372,7 +372,7 @@ def checkpoint_activations(unit):
         torch.utils.checkpoint.checkpoint,
         unit.forward,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), restored_buffers()),  # of the first pass, the second
+        context_fn=lambda: (nullcontext(), restored_buffers()),  # for the first and the second pass
     )
 
 
@@ -413,7 +413,7 @@ class ShardedStorage:
         named = reversed(self.model.state_dict(keep_vars=True).items())
         names = {id(x): name for name, x in named}
         options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = dcp_state.get_model_state_dict(self.model, options=options)  # of other ranks: {}
+        weights = dcp_state.get_model_state_dict(self.model, options=options)  # {} on others
         return {name: x for name, x in weights.items() if name in names.values()}
 
     def collect(self):
@@ -478,7 +478,7 @@ class ShardedStorage:
                 sync(temporary)
                 if checksums.keys() != {file.name for file in temporary.glob("*.safetensors")}:
                     raise RuntimeError("all machines have to share the directory")
-                if path.exists():  # it is damaged: this run began before it
+                if path.exists():  # damaged: this run has begun before it
                     self.delete(path)
                 os.replace(temporary, path)
                 sync(self.directory)
@@ -517,7 +517,7 @@ class ShardedStorage:
             for path in directory.glob(f"shard-{RANK + 1:05}-*"):
                 sync(path)  # torch 2.11 does that while a small file is in Python's buffer
                 checksums[path.name] = checksum(path)
-        except dcp.CheckpointException as error:  # no Exception, and the same on all ranks
+        except dcp.CheckpointException as error:  # equal on all ranks
             failure = next(iter(error.failures.values()))[0]
         except Exception as error:
             failure = error
@@ -533,8 +533,8 @@ class ShardedStorage:
 
 
 def raise_if_any_failed(error):
-    """Raise an error on all ranks if a rank has one, and not None: the same RuntimeError, but a
-    rank's own error of its memory or the file system."""
+    """Raise an error on all ranks if `error` is not None on one of them: a rank's own if it is of
+    memory or the file system, otherwise the same RuntimeError."""
     errors = list(filter(None, utils.gather_object([repr(error) if error else None])))
     if errors:
         own = isinstance(error, OSError | MemoryError)
