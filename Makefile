@@ -42,7 +42,7 @@ demo: $(READY)  ## train ResNet-50 on two processes with synthetic data, a few m
 	$(LAUNCH)/2gpu.yaml recipes/ddp_cifar.py --data synthetic --stem imagenet --cpu \
 		--epochs 2 --batch-size 32 --output-dir runs/demo
 
-train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARGS="--epochs 100" passes flags on
+train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARGS="--epochs 100" adds flags
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	processes=$$((gpus > 1 ? gpus : 1)); \
 	how=1gpu.yaml; if [ $$processes != 1 ]; then how="2gpu.yaml --num_processes $$processes"; fi; \
@@ -50,7 +50,7 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 	set -x; $(LAUNCH)/$$how recipes/ddp_cifar.py \
 		--global-batch-size $$(($(BATCH) / processes * processes)) $(ARGS)
 
-bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" passes flags on
+bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" adds flags
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 new: $(READY)  ## write your copy of a recipe: COPY=../mine.py RECIPE=ddp WITH="photos ema"; alone: lists examples
@@ -59,7 +59,7 @@ new: $(READY)  ## write your copy of a recipe: COPY=../mine.py RECIPE=ddp WITH="
 add: $(READY)  ## put examples into a copy: COPY=../mine.py WITH=lora
 	@$(BIN)/python tools/new.py add $${COPY:+"$$COPY"} --with $(WITH)
 
-check: $(READY)  ## does a copy train the same in every way? COPY=../mine/train.py ARGS="--text a.txt": yours, its flags
+check: $(READY)  ## check that a copy trains the same in every way: COPY=../mine/train.py ARGS="--text a.txt"
 	@if [ -z "$$COPY" ]; then set -- --data synthetic --model simple_cnn; fi; \
 	$(BIN)/python tools/check.py "$${COPY:-recipes/ddp_cifar.py}" "$$@" $(ARGS)
 

@@ -54,7 +54,7 @@ NOTES = f"""
 
 
 class Counter(MemTracker):
-    """MemTracker without its statistics of modules: those refuse a module that is called twice."""
+    """MemTracker without its statistics of modules, which fail if a module is called twice."""
 
     def _pre_fw_hook(self, *_):
         pass
@@ -196,15 +196,21 @@ def parsed(recipe, flags):
     return args
 
 
-def with_own(technique, variant, own, own_args):
+def has_own_optimizer(own):
+    """Return whether the `make_optimizer` of a copy is that of no recipe."""
+    recipes = [load(path) for path in ROOT.glob("recipes/*_cifar.py")]
+    texts = {inspect.getsource(recipe.make_optimizer) for recipe in recipes}
+    return inspect.getsource(own.make_optimizer) not in texts
+
+
+def with_own(technique, variant, own, own_args, own_optimizer):
     """Return the recipe of a technique with what the copy `own` has of its own, and its flags."""
     # On DataParallel's first GPU there is what a process without DDP holds.
     recipe = load(ROOT / f"recipes/{technique.replace('data_parallel', 'ddp')}_cifar.py")
     its_args = vars(parsed(recipe, variant.split()))
     recipe.exit_with_error = sys.exit  # which can be caught
     recipe.compute_loss = own.compute_loss
-    optimizer = inspect.getsource(own.make_optimizer)
-    if not any(optimizer in path.read_text() for path in (ROOT / "recipes").glob("*.py")):
+    if own_optimizer:
         recipe.make_optimizer = own.make_optimizer
     of_variant = {name: its_args[name] for name in OF_VARIANT & its_args.keys()}
     return recipe, SimpleNamespace(**its_args | vars(own_args) | of_variant)
@@ -216,12 +222,13 @@ def lines(path, flags):
     own_args = parsed(own, flags)
     example = next(iter(own.load_data(own_args, Accelerator(cpu=True))[0]))
     model = own.build_model(own_args).to("meta")
+    own_optimizer = has_own_optimizer(own)
     gc.disable()  # it would free tensors at random moments
     yield "| recipe | MiB | 16 GB | 24 GB | 80 GB |\n| --- | ---: | ---: | ---: | ---: |"
     for technique, variant in VARIANTS:
         label = f"{technique} {variant}".strip()
         try:
-            recipe, args = with_own(technique, variant, own, own_args)
+            recipe, args = with_own(technique, variant, own, own_args, own_optimizer)
             cells = row(Training(technique, recipe, args, model, example))
         except (Exception, SystemExit) as error:
             cells = [f"n/a: {' '.join(str(error).split()):.200}"]

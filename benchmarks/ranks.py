@@ -7,8 +7,8 @@
 
 The model has 284 parameters, each global batch one sample per rank of the largest run. For each
 number of processes it trains four steps, then again until SIGTERM to the last rank. Processes are
-forked after the imports, as in the tests. Prints a table in Markdown, and compares the weights with
-those of the first run. Flags behind `--` are the recipe's.
+forked after the imports. Prints a table in Markdown, and compares the weights with
+those of the first run. Flags behind `--` are the recipe's. The runs stay in --output-dir.
 
 Columns: seconds from the start to the first step, of these in the comparisons of ranks (waiting for
 all of them), to the end of four steps, and from a signal to the end of the last rank; of a rank,
@@ -16,96 +16,152 @@ the most: calls of the store (the recipe's own), sockets, open files, MiB of pri
 """
 
 import argparse
+import gc
+import importlib
 import json
+import os
+import shutil
+import signal
+import socket
 import sys
-import tempfile
+import time
+import traceback
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))
-from conftest import LITTLE_DATA, SMALL, copy, forked, outputs, pytest_sessionfinish  # noqa: E402
+from bench import ROOT, load
+from safetensors.torch import load_file
+from torch import distributed, nn
 
 STEPS = 4
-MODEL = """
+FLAGS = "--data synthetic --cpu --lr 1 --log-every 1 --epochs 999 --output-dir run"
+# Of the recipes: imported before the fork.
+MODULES = ["accelerate", "torchvision", "rich.progress", "huggingface_hub.serialization"]
+MODULES += ["torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"]
+
+
 def build_model(args):
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.AdaptiveAvgPool2d(2)),
         nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh()),
         nn.Sequential(nn.Linear(6, 10)),
     )
-"""
-INSTRUMENTS = """
-noted = {"start": time.time(), "calls": 0, "compared": 0}
-taken = count(1)
-plain_step, plain_exit, plain_main, compare = train_step, exit_now, main, exit_if_ranks_differ
 
 
-def exit_if_ranks_differ(*arguments):
-    noted["compared"] -= time.time()
-    compare(*arguments)
-    noted["compared"] += time.time()
+class Notes:
+    """Measures one rank. With `stop`, the last rank gets SIGTERM in its fourth step."""
+
+    def __init__(self, recipe, stop):
+        self.rank, self.is_last = recipe.RANK, recipe.RANK == recipe.WORLD_SIZE - 1
+        self.stop = stop
+        self.steps = count(1)
+        self.values = {"start": time.time(), "calls": 0, "compared": 0}
+        for name in ("get", "set", "add", "check", "wait"):
+            setattr(distributed.Store, name, self.counted(getattr(distributed.Store, name)))
+        recipe.train_step = self.at_step(recipe.train_step)
+        recipe.exit_if_ranks_differ = self.timed(recipe.exit_if_ranks_differ)
+        recipe.exit_now = self.at_exit(recipe.exit_now)
+
+    def counted(self, function):
+        def call(*arguments):
+            self.values["calls"] += 1
+            return function(*arguments)
+
+        return call
+
+    def timed(self, function):
+        def call(*arguments):
+            began = time.time()
+            function(*arguments)
+            self.values["compared"] += time.time() - began
+
+        return call
+
+    def at_step(self, function):
+        def call(*arguments):
+            self.values.setdefault("first step", time.time())
+            if next(self.steps) == STEPS and self.stop:
+                self.values["signal"] = time.time()
+                if self.is_last:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return function(*arguments)
+
+        return call
+
+    def at_exit(self, function):
+        def call(status):
+            self.write()
+            function(status)
+
+        return call
+
+    def write(self):
+        links = []
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                links.append(os.readlink(path))
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        private = sum(int(x.split()[1]) for x in lines if x.startswith("Private_")) / 1024
+        sockets = sum(x.startswith("socket") for x in links)
+        self.values |= {"memory": private, "files": len(links), "sockets": sockets}
+        self.values["end"] = time.time()
+        Path(f"rank-{self.rank}.json").write_text(json.dumps(self.values))
 
 
-def counted(method):
-    def call(*arguments):
-        noted["calls"] += 1
-        return method(*arguments)
-
-    return call
-
-
-for name in ("get", "set", "add", "check", "wait"):
-    setattr(distributed.Store, name, counted(getattr(distributed.Store, name)))
-
-
-def train_step(*arguments):
-    noted.setdefault("first step", time.time())
-    if next(taken) == STEPS and "SIGNAL" in os.environ:
-        noted["signal"] = time.time()
-        if RANK == WORLD_SIZE - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-    return plain_step(*arguments)
-
-
-def note():
-    links = []
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            links.append(os.readlink(path))
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    noted["memory"] = sum(int(x.split()[1]) for x in lines if x.startswith("Private_")) / 1024
-    noted["files"], noted["sockets"] = len(links), sum(x.startswith("socket") for x in links)
-    noted["end"] = time.time()
-    Path(f"rank-{RANK}.json").write_text(json.dumps(noted))
+def work(recipe, directory, words, stop, environment):
+    """Train as one rank, in a forked process, and end it."""
+    status = 1
+    try:
+        os.chdir(directory)
+        os.environ.update(environment)
+        with open("output.txt", "a") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        sys.argv = [recipe, *words]
+        module = load(ROOT / f"recipes/{recipe}_cifar.py")
+        images = module.synthetic_images
+        module.synthetic_images = lambda samples, seed: images(samples // 16, seed)
+        module.build_model = build_model
+        notes = Notes(module, stop)
+        module.main()
+        notes.write()
+        status = 0
+    except BaseException:  # nothing may return into the code of the first process
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
 
 
-def exit_now(status):
-    note()
-    plain_exit(status)
-
-
-def main():
-    plain_main()
-    note()
-"""
-
-
-def train(recipe, processes, batch, directory, flags, **env):
+def train(recipe, processes, batch, directory, flags, stop=False):
     """Train in a directory. Return what each rank noted, and the number of printed lines."""
-    directory.mkdir()
-    project = MODEL + INSTRUMENTS.replace("STEPS", str(STEPS))
-    script = copy(f"{recipe}_cifar", directory / "mine.py", LITTLE_DATA, project=project)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     replicas = processes // 2 if recipe == "pipeline" else processes
-    words = [*SMALL, "--log-every", 1, "--lr", 1, "--output-dir", "run", "--epochs", 999]
-    words += ["--batch-size", batch // replicas, "--global-batch-size", batch, *flags]
-    run = {"processes": processes, "script": script, "flags": words, "directory": directory}
-    [(codes, output)] = forked([{**run, "patience": 1200}], directory, **env)
-    if {*codes} != {143 if env else 0}:
-        sys.exit(f"ranks: exit codes {codes}\n{output}")
+    words = [*FLAGS.split(), "--batch-size", batch // replicas, "--global-batch-size", batch]
+    words = [str(x) for x in (*words, *flags)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    ranks = []
+    for rank in range(processes):
+        environment = {"OMP_NUM_THREADS": "1"}
+        if processes > 1:
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+            environment["MASTER_ADDR"] = "127.0.0.1"
+        pid = os.fork()
+        if pid == 0:
+            work(recipe, directory, words, stop, environment)
+        ranks.append(pid)
+    codes = {os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks}
+    output = directory / "output.txt"
+    if codes != {143 if stop else 0}:
+        sys.exit(f"ranks: exit codes {codes}: see {output}")
     noted = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]
-    return noted, output.count("\n")
+    return noted, output.read_text().count("\n")
 
 
 def row(recipe, processes, batch, directory, flags):
@@ -114,7 +170,7 @@ def row(recipe, processes, batch, directory, flags):
     noted, lines = train(recipe, processes, batch, directory / str(processes), more)
     start, end = min(x["start"] for x in noted), max(x["end"] for x in noted)
     first = max(x["first step"] for x in noted)
-    stopped, _ = train(recipe, processes, batch, directory / f"{processes}-s", flags, SIGNAL="1")
+    stopped, _ = train(recipe, processes, batch, directory / f"{processes}-stopped", flags, True)
     stop = max(x["end"] for x in stopped) - min(x["signal"] for x in stopped)
     names = ("compared", "calls", "sockets", "files", "memory")
     compared, *most = (max(x[name] for x in noted) for name in names)
@@ -127,22 +183,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--recipe", choices=("ddp", "amp", "pipeline", "sharded"), default="ddp")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--output-dir", default="runs/ranks", help="folder of the runs")
     parser.add_argument("flags", nargs="*", help="the recipe's, behind --")
     args = parser.parse_args()
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()  # no garbage for the ranks
     batch = max(args.processes)
     names = ["processes", "to step 1, s", "comparing, s", "to the end, s", "a stop, s"]
     names += ["calls of the store", "sockets", "open files", "private MiB", "lines"]
     print(f"| {' | '.join(names)} |\n|{' ---: |' * len(names)}", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        directory = Path(directory)
-        for processes in args.processes:
-            cells = row(args.recipe, processes, batch, directory, args.flags)
-            cells = (f"{x:.0f}" if isinstance(x, float) else str(x) for x in cells)
-            print(f"| {' | '.join(cells)} |", flush=True)
-        first, *others = (outputs(directory / f"{n}/run").weights for n in args.processes)
-        differences = [(x[name] - y).abs().max() for x in others for name, y in first.items()]
+    directory = Path(args.output_dir).resolve()
+    weights = []
+    for processes in args.processes:
+        cells = row(args.recipe, processes, batch, directory, args.flags)
+        cells = (f"{x:.0f}" if isinstance(x, float) else str(x) for x in cells)
+        print(f"| {' | '.join(cells)} |", flush=True)
+        weights.append(load_file(directory / f"{processes}/run/model.safetensors"))
+    first, *others = weights
+    differences = [(x[name] - y).abs().max() for x in others for name, y in first.items()]
+    if others:
         print(f"\nThe weights differ by at most {torch.stack(differences).max():.1g}.")
-    pytest_sessionfinish()
+    gc.unfreeze()  # or libraries warn that it was not freed
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -32,6 +33,8 @@ os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = st
 # Two equal runs differ in these of metrics.jsonl.
 MEASURED = {"time", "seconds", "samples_per_second", "data_wait", "slowest_rank"}
 MEASURED |= {"peak_memory_gib", "save_seconds"}
+CONFIG = ("output_dir", "checkpoint_every", "keep")  # flags in which two equal runs may differ
+STEPS = 20  # of disturbed_training.py: two epochs of 640 samples at a global batch of 64
 PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
 needs_real_data = pytest.mark.skipif(
@@ -91,6 +94,44 @@ def assert_same_training(ours, theirs, atol, ignored=()):
                 assert same, f"{name} {line[name]} and {other[name]} in step {other['step']}"
     assert theirs.train, "nothing was trained"
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=atol)
+
+
+def content(path):
+    """A checkpoint, without the values in which two equal runs differ."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    for name in CONFIG:
+        del checkpoint["config"][name]
+    return {**checkpoint, "metrics": untimed(checkpoint["metrics"])}
+
+
+def untimed(metrics):
+    """The lines of metrics.jsonl that two equal runs have in common."""
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    lines = [line for line in lines if line["event"] != "checkpoint"]
+    return [{key: x for key, x in line.items() if key not in MEASURED} for line in lines]
+
+
+def begin_of(output):
+    """The step from which a run resumed: it says so at its start and at its end."""
+    (begin,) = set(re.findall('"resumed_from": ([0-9]+)', output))
+    return int(begin)
+
+
+def assert_identical(one, other, where=""):
+    """Compare tensors, and containers of them, to the last bit."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_identical(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            assert_identical(*pair, f"{where}/{index}")
+    elif torch.is_tensor(one):
+        assert one.stride() == other.stride() and torch.equal(one, other), where
+    else:
+        assert one == other, where
 
 
 def free_port():
@@ -179,6 +220,19 @@ def train_forked(directory, *runs, together=2, **env):
         results.append(outputs(one["directory"]))
         results[-1].output = output
     return results
+
+
+def execute(command, environment, timeout, imports=()):
+    """As machine.py's `execute` of check.py's command, but without a launcher."""
+    processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
+    env = {name: x for name, x in environment.items() if os.environ.get(name) != x}
+    if processes == "1":  # as torchrun sets them, by which Accelerate makes DDP
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run = {"processes": int(processes), "script": script, "flags": flags, "directory": Path.cwd()}
+    run |= {"env": env, "grace": 0.5, "terminate": True}
+    [(codes, output)] = forked([run], Path.cwd(), imports=imports)
+    return int(any(codes)), [(0.0, output)]
 
 
 def copy(recipe, path, *replacements, project=""):

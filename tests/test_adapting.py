@@ -14,8 +14,8 @@ import check
 import machine
 import new
 import pytest
-from conftest import LITTLE_DATA
-from test_check import execute
+from composed import make
+from conftest import execute
 
 pytestmark = pytest.mark.slow
 
@@ -33,20 +33,6 @@ ADDED = {
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
-RESNET = "torchvision.models.resnet18(num_classes="
-OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
-OURS += "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)))("
-# Before Python 3.11.10, a worker's fork can deadlock: docs/failures.md.
-WITHOUT_WORKERS = [(', "persistent_workers": True', ""), ('"num_workers": 2', '"num_workers": 0')]
-LLAMA = [('size": 128, "', 'size": 32, "'), ('layers": 4', 'layers": 1')]
-SMALLER = {
-    **dict.fromkeys(("language_model", "by_length", "mixture"), LLAMA),
-    **{task: [(RESNET, OURS)] for task in ("photos", "balanced", "tar_shards")},
-    "contrastive": [("(64, 128, 256)", "(8, 16, 32)"), ("256 * 16, 256", "32 * 16, 256")],
-    "diffusion": [("width=64", "width=16"), ("steps=50", "steps=5")],
-    "gan": [("width=32", "width=8")],
-    "segmentation": [("[3, 32, 64, 128]", "[3, 32, 32, 32]")],
-}
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
 FLAGS_OF = {
@@ -72,14 +58,6 @@ def commands(task):
     lines = [line for line in data.splitlines() if line.startswith("    ")]
     flags = re.sub(r"--batch-size \d+", "", flags.splitlines()[0])  # check's own is smaller
     return textwrap.dedent("\n".join(lines)), shlex.split(flags)
-
-
-def make(path, recipe, *examples):
-    """A copy, that takes less time."""
-    text = new.compose(new.RECIPES[recipe], path.name, recipe, examples)
-    for larger, smaller in [LITTLE_DATA, *WITHOUT_WORKERS, *SMALLER.get(examples[0], [])]:
-        text = text.replace(larger, smaller)
-    path.write_text(text)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import check
 import machine
 import pytest
 import torch
-from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, forked, free_port, run
+from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, run
 
 STEPS = 5
 FLAGS = [*SMALL, "--max-steps", str(STEPS), "--batch-size", "8"]
@@ -36,19 +36,6 @@ def compute_loss(model, batch, args):
     noise = torch.rand_like(values["loss"])
     return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
 """
-
-
-def execute(command, environment, timeout, imports=()):
-    """As `machine.execute` with torchrun, but without a launcher."""
-    processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
-    env = {name: environment[name] for name in check.ENVIRONMENT}
-    if processes == "1":  # as torchrun sets them, by which Accelerate makes DDP
-        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    run = {"processes": int(processes), "script": script, "flags": flags, "directory": Path.cwd()}
-    run |= {"env": env, "grace": 0.5, "terminate": True}
-    [(codes, output)] = forked([run], Path.cwd(), imports=imports)
-    return int(any(codes)), [(0.0, output)]
 
 
 @pytest.fixture

@@ -9,8 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LITTLE_DATA, SMALL, copy, forked, load
-from test_resume import STEPS, assert_identical, begin_of, content
+from conftest import (
+    LITTLE_DATA,
+    SMALL,
+    STEPS,
+    assert_identical,
+    begin_of,
+    content,
+    copy,
+    forked,
+    load,
+)
 
 ERROR = re.compile(r"^\w+: error: (.*)", re.MULTILINE)
 

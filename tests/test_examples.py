@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import make
 from conftest import ROUNDING_FLOAT32, SMALL, train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_adapting import make
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""A rank that stalls is named, and the run ends; a slow one is left alone."""
+"""A rank that stalls is named, and the run ends; a slow one is not."""
 
 import re
 import socket

@@ -20,7 +20,11 @@ from conftest import (
     PROGRAMS,
     ROOT,
     SMALL,
+    STEPS,
+    assert_identical,
     assert_same_training,
+    begin_of,
+    content,
     copy,
     described_copy,
     forked,
@@ -29,7 +33,6 @@ from conftest import (
     train_forked,
     wait_until,
 )
-from test_resume import STEPS, assert_identical, begin_of, content
 
 pytestmark = pytest.mark.slow
 

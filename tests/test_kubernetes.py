@@ -120,7 +120,7 @@ def test_a_wrong_flag_ends_the_job_after_one_try_with_a_line_that_names_it(tmp_p
 @pytest.mark.slow
 @needs_pods
 def test_a_pod_that_waits_for_the_other_one_ends_at_once(tmp_path):
-    """Its torchrun has no handler for SIGTERM then, and PID 1 ignores a signal without one."""
+    """Its torchrun has no handler for SIGTERM then: as PID 1 it would ignore the signal."""
     with Job(edited(), volume(tmp_path / "volume")) as job:
         job.start(0)
         pod = job.running[0]

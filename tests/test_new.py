@@ -184,17 +184,18 @@ from json import *  # noqa: F403
 
 
 def part(data):
-    return Subset(data, [0]), cifar10
+    return Subset(data, [0]), synthetic_images
 
 
 # A remark.
 def train_step("""
 # Lines of an owner, where no example has to replace them.
 OWN = [
-    ('"""Train ResNet-50', 'r"""Our \\d classes'),
+    ('"""Train ResNet-50', "r'''Our \\d classes"),
     ("4gpu.yaml recipes/ddp_cifar.py", "4gpu.yaml ours.py"),
-    ('structure.\n"""', "structure. A ''' of ours.\n" + '"""  # noqa: D205'),
+    ('structure.\n"""', 'structure. A """ of ours.\n' + "'''  # noqa: D205"),
     ("import accelerate\n", "import accelerate  # ours\nimport antigravity  # registers ops\n"),
+    ("import torchvision\n", "import torchvision  # ours\n"),
     (f"{IMPORTED}\n", f"{IMPORTED}{BELOW_THE_IMPORTS}"),
     ("\ndef train_step(", ABOVE_TRAIN_STEP),
     ("    plain = accel", "    print('ours')\n    plain = accel"),
@@ -205,7 +206,7 @@ OWN = [
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize(
-    "examples", ["ema lora", "second_optimizer auroc", "photos best_weights ema", "gan trace"]
+    "examples", ["ema lora", "second_optimizer auroc", "photos best_weights ema", "table trace"]
 )
 def test_no_line_of_the_owner_is_removed(examples, ending, tmp_path):
     """Imports, definitions, flags, comments, and what the docstring has of theirs."""
@@ -225,17 +226,16 @@ def test_no_line_of_the_owner_is_removed(examples, ending, tmp_path):
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
     assert "4gpu.yaml ours.py --epochs 100" in documented
-    assert "structure. A ''' of ours." in documented and documented.endswith("\n\nBelow.")
+    assert 'structure. A """ of ours.' in documented and documented.endswith("\n\nBelow.")
     # The imports that an owner's line has with the recipe's may become fewer.
     known = {*REFERENCE.read_text().split("\n"), *text.split("\n"), f"{IMPORTED}, Subset"}
     assert [x for x in before.partition("  # noqa: D205\n")[2].split("\n") if x not in known] == []
     assert '\n"""  # noqa: D205\n' in text
     assert new.imports(text)[0]["Subset"] == "from torch.utils.data import Subset"
-    assert "\ndef cifar10(" in text  # `part` uses it
+    assert "\ndef synthetic_images(" in text  # `part` uses it
 
 
-NEW = "\n\ndef main("  # where an owner's own definitions are
-LATER = "build_model(args):\n    return nn.Linear(9, 9)"
+NEW = "\n\ndef add_flags("  # where an owner's own definitions are
 ACCELERATE = "import accelerate\n"
 
 
@@ -249,7 +249,7 @@ ACCELERATE = "import accelerate\n"
         ("gan", ('default="cifar", help="c', 'default="imagenet", help="c'), 'add("--stem", cho'),
         # An example replaces these.
         ("photos", ("\n\ndef build_model(", "\n\n# Ours:\ndef build_model("), "build_model"),
-        ("photos", (NEW, f"\n\ndef {LATER}\n{NEW}"), "build_model"),
+        ("photos", (NEW, f"\n\ndef build_model(args):\n    return args\n{NEW}"), "build_model"),
         (
             "gan",
             ("    logits = model(images)", "    logits = model(2 * images)"),
@@ -291,6 +291,7 @@ def test_a_renamed_copy_gets_the_title_and_the_commands_of_a_task(make, tmp_path
     make("add", path.name, TASK)
     make("new", "other.py", TASK)
     text = path.read_text().replace("'a b.py'", "other.py").replace("old.py", "other.py")
+    assert "simple_cnn" not in text and "Train ResNet-50" not in text
     assert text == (tmp_path / "other.py").read_text()
 
 
@@ -316,10 +317,16 @@ def test_the_printed_commands_have_the_flags_of_the_copy(tmp_path):
 
 def test_imports_below_functions_and_unsorted_ones_stay_where_they_are(tmp_path):
     path = tmp_path / "own.py"
-    late = "\n\nimport zlib\n\n\ndef train_step("
+    functional = "from torch.nn import functional as F"
+    late = f"\n\n{functional}; SIZE = 1\n\n\ndef train_step("
     first = "import warnings\nimport argparse\n"
-    edited(path, ("import argparse\n", first), ("\n\ndef train_step(", late))
-    assert add(path, "photos", "lora")[1:] == ("", 0)
+    edited(
+        path,
+        ("import argparse\n", first),
+        (f"{functional}\n", ""),
+        ("\n\ndef train_step(", late),
+    )
+    assert add(path, "table", "lora")[1:] == ("", 0)  # the copy does not use F any more
     text = path.read_text()
     assert first in text and late in text
     assert text.index("from peft import") < text.index("\ndef add_flags(")
@@ -339,6 +346,11 @@ def test_a_full_disk_and_a_link_to_a_copy(make, tmp_path):
     assert add(link, "ema")[1:] == ("", 0)
     assert link.is_symlink() and "class Average" in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_imports_are_sorted_whatever_the_version_of_python():
+    text = "import os\n\ntype Name = str\n"  # of 3.12
+    assert new.sorted_imports(text) == text
 
 
 def test_without_ruff_one_line_says_what_to_install(tmp_path):

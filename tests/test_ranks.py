@@ -1,12 +1,13 @@
 """All ranks agree on their flags and data, also many ranks. On the checkpoint from which they
 resume: test_checkpoints.py."""
 
+import json
 import re
+import sys
 
 import pytest
-import ranks
 import torch
-from conftest import ROUNDING_FLOAT32, outputs
+from conftest import ROOT, ROUNDING_FLOAT32, outputs, run
 
 ONE_DIFFERS = """
 if os.environ["RANK"] == "1":
@@ -61,11 +62,12 @@ def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
 def test_32_ranks_train_as_one_and_stop_together(tmp_path):
     """After a signal to the last one; each calls the store a number of times that grows linearly,
     and what is printed does not grow."""
-    steps = ["--max-steps", ranks.STEPS]
-    one, many = (ranks.train("ddp", n, 32, tmp_path / str(n), steps) for n in (1, 32))
-    calls = sorted(rank["calls"] for rank in many[0])
-    assert calls[-2] < 20 and calls[-1] < 20 + 2 * 32 and many[1] == one[1]
+    command = [sys.executable, ROOT / "benchmarks/ranks.py", "--processes", 1, 32]
+    run([*command, "--output-dir", tmp_path])  # an error if a stopped rank's status is not 143
+    calls = sorted(json.loads(x.read_text())["calls"] for x in tmp_path.glob("32/rank-*.json"))
+    assert len(calls) == 32 and calls[-2] < 20 and calls[-1] < 20 + 2 * 32
+    one, many = ((tmp_path / n / "output.txt").read_text().count("\n") for n in ("1", "32"))
+    assert one == many > 40
     weights = [outputs(tmp_path / n / "run").weights for n in ("1", "32")]
     torch.testing.assert_close(*weights, rtol=0, atol=ROUNDING_FLOAT32)
-    ranks.train("ddp", 32, 32, tmp_path / "stopped", [], SIGNAL="1")  # exits with 143, all of them
-    assert list(tmp_path.glob("stopped/run/step-*.pt"))
+    assert list(tmp_path.glob("32-stopped/run/step-*.pt"))

@@ -1,62 +1,22 @@
 """A run that was stopped and resumed is the run that was not, bit for bit."""
 
-import json
-import re
-
 import pytest
-import torch
 from conftest import (
     LITTLE_DATA,
-    MEASURED,
     SMALL,
+    STEPS,
+    assert_identical,
     assert_same_training,
+    begin_of,
+    content,
     copy,
     described_copy,
     forked,
     outputs,
+    untimed,
 )
 
-STEPS = 20  # two epochs of 640 samples at a global batch of 64
 RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2)]
-CONFIG = ("output_dir", "checkpoint_every", "keep")  # in which two equal runs differ
-
-
-def content(path):
-    """A checkpoint, without the values in which two equal runs differ."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    for name in CONFIG:
-        del checkpoint["config"][name]
-    return {**checkpoint, "metrics": untimed(checkpoint["metrics"])}
-
-
-def untimed(metrics):
-    """The lines of metrics.jsonl that two equal runs have in common."""
-    lines = [json.loads(line) for line in metrics.splitlines()]
-    lines = [line for line in lines if line["event"] != "checkpoint"]
-    return [{key: x for key, x in line.items() if key not in MEASURED} for line in lines]
-
-
-def begin_of(output):
-    """The step from which a run resumed: it says so at its start and at its end."""
-    (begin,) = set(re.findall('"resumed_from": ([0-9]+)', output))
-    return int(begin)
-
-
-def assert_identical(one, other, where=""):
-    """Compare tensors, and containers of them, to the last bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_identical(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_identical(*pair, f"{where}/{index}")
-    elif torch.is_tensor(one):
-        assert one.stride() == other.stride() and torch.equal(one, other), where
-    else:
-        assert one == other, where
 
 
 @pytest.mark.slow

@@ -200,10 +200,9 @@ def without_unused(text, before, shared, known):
     return text
 
 
-def without_unused_imports(text, before, known):
-    """Return a copy without `known` imports that are not used, unless they were not used before. A
-    line with a comment stays."""
-    needed = used(text) | (imports(before)[0].keys() - used(before))
+def without_unused_imports(text, known):
+    """Return a copy without `known` imports that are not used. A line with more than that stays."""
+    needed = used(text)
     lines = text.split("\n")
     for node in reversed(parsed(text).body):
         place = slice(node.lineno - 1, node.end_lineno)
@@ -293,7 +292,7 @@ def compose(path, name, recipe, examples):
         text = apply(text, source(example, "diff", recipe), example)
     known = own_text(recipe, [*parents(before), *examples])
     text = without_unused(text, before, block, known)
-    text = without_unused_imports(text, before, known)
+    text = without_unused_imports(text, known)
     origin = f"{recipe}_cifar.py (shared infrastructure {checksum(block)})"
     text = with_docstring(text, shlex.quote(name), recipe, origin, examples)
     # Imports that their owner did not sort may have an order that matters.
