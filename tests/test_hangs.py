@@ -108,7 +108,7 @@ import weakref
 
 held = weakref.ref(set())  # which is gone
 plain_load, plain_sync, plain_loss = load_data, sync, compute_loss
-files = count(1)
+files, evaluations = count(1), count(1)
 
 
 def load_data(args, accelerator):
@@ -129,6 +129,11 @@ def compute_loss(model, batch, args):
     held = weakref.ref(tensor)
     time.sleep(0 if model.training else {0.25 * TIMEOUT})
     return plain_loss(model, batch, args)
+
+
+def test_metrics(outputs, args):
+    time.sleep({1.25 * TIMEOUT} if next(evaluations) == 1 else 0)
+    return {{}}
 """
 # As a compilation, on one rank.
 COMPILES = f"""
@@ -214,11 +219,12 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
 
 
 def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
-    """Loading data takes longer than the timeout, on one rank a save does, and an evaluation."""
+    """Loading data takes longer than the timeout, an evaluation, and on one rank a save, and the
+    metrics of the whole test set."""
     (codes, output), script = stalled["is slow"]
     assert codes == [0, 0] and ": error: " not in output, output
     first, second = outputs(script.parent / "run").train
-    assert second["time"] - first["time"] > second["seconds"] + 2.5 * TIMEOUT
+    assert second["time"] - first["time"] > second["seconds"] + 3.75 * TIMEOUT
 
 
 def test_a_first_step_that_compiles_may_take_longer_than_the_timeout(stalled):
