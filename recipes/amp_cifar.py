@@ -370,7 +370,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 1cf671d94a70: identical in all recipes
+# ===================================== shared infrastructure ca3115a5cb11: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -702,10 +702,10 @@ class Metrics:
         measured["peak_memory_gib"] = memory.max().item()
         return results, losses, norms, measured
 
-    def write(self, event, values, details=None):
+    def write(self, event, results, details=None):
         """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
         run = self.run
-        numbers = {**values, **(details or {})}
+        numbers = {**results, **(details or {})}
         self.newest |= {name: x if math.isfinite(x) else None for name, x in numbers.items()}
         epoch = run.epoch_of(run.step) + 1
         line = {"event": event, "epoch": epoch, "step": run.step, "time": time.time()}
@@ -713,11 +713,11 @@ class Metrics:
         self.text += line
         self.file.write(line)
         run.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=run.step)
-        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in values.items())
+        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in results.items())
         shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
         if self.progress.disable and event == "train":
             left = (run.total_steps - run.step) * run.args.global_batch_size
-            shown += f" eta {timedelta(seconds=round(left / values['samples_per_second']))}"
+            shown += f" eta {timedelta(seconds=round(left / results['samples_per_second']))}"
         with suppress(OSError, SystemExit):  # Ctrl-C also ends a `tee` that reads the pipe
             self.console.print(f"step {run.step}/{run.total_steps} epoch {epoch} {shown}")
 
