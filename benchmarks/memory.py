@@ -89,7 +89,9 @@ class Training:
         """Return the model, sharded if the recipe does that, or the stages of a pipeline."""
         model = deepcopy(self.model)
         if self.technique == "pipeline":
-            stages = self.recipe.cut(self.recipe.model_blocks(model), self.args)
+            blocks = self.recipe.model_blocks(model)
+            self.recipe.set_split(self.args, list(blocks))
+            stages = self.recipe.cut(blocks, self.args.split)
             return [self.recipe.Stage(blocks, self.autocast) for blocks in stages]
         if self.technique == "sharded":
             accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=self.gpus)
@@ -153,7 +155,7 @@ class Training:
 
         if self.technique == "sharded":  # gradients stay whole until the last microbatch
             model.set_requires_gradient_sync(self.is_last or self.args.sync_each_batch)
-        values = self.recipe.compute_loss(forward, batch)
+        values = self.recipe.compute_loss(forward, batch, self.args)
         (values["loss"] * values.get("weight", 1)).mean().backward()
 
     def pipeline_step(self, parts, stage, batch):
@@ -167,7 +169,7 @@ class Training:
         ends = [(received, boundary), (boundary, output)][stage]
         group, _ = distributed.new_subgroups(2)
         own = PipelineStage(parts[stage], stage, 2, torch.device("cpu"), *ends, group=group)
-        loss = partial(self.recipe.part_of_loss, parts=(count, 1), seen=[])
+        loss = partial(self.recipe.part_of_loss, args=self.args, parts=(count, 1), seen=[])
         make_schedule = schedules.get_schedule_class(self.args.schedule)
         schedule = make_schedule(own, count, loss, scale_grads=False)
         if stage == 0:
@@ -188,7 +190,7 @@ def row(training):
 def parsed(recipe, flags):
     """Return a recipe's arguments; the recipe exits with its error if a flag is wrong."""
     sys.argv[1:] = flags
-    args = recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
+    args = recipe.parse_args(recipe.add_technique_flags, recipe.add_flags)
     if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
         args.data = "synthetic"
     return args
@@ -263,7 +265,7 @@ def lines_of_cuts(path, flags):
     passes = {n: [] for n in (2, 4, 8, 16, 32) if args.batch_size % n == 0}
     for chunks in [*passes] * 5:  # in turn: a drift of the machine's speed affects all alike
         inputs, targets = (x[: args.batch_size // chunks].to(device) for x in example)
-        loss = partial(recipe.part_of_loss, targets=targets, parts=(1, 1), seen=[])
+        loss = partial(recipe.part_of_loss, targets=targets, args=args, parts=(1, 1), seen=[])
         with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
             passes[chunks].append(time_blocks([*blocks.values(), loss], inputs))
     cuts = []
@@ -271,7 +273,7 @@ def lines_of_cuts(path, flags):
         seconds = [chunks * min(x) for x in zip(*times, strict=True)]
         for where, split in enumerate(blocks):
             with suppress(SystemExit):  # a stage has no parameters, or both share some
-                recipe.cut(blocks, SimpleNamespace(split=split))
+                recipe.cut(blocks, split)
                 stages = sum(seconds[:where]), sum(seconds[where:])
                 # The faster stage waits while the other one takes its first and its last chunk.
                 cuts.append((max(stages) + min(stages) / chunks, stages, split, chunks))

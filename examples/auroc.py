@@ -4,12 +4,13 @@
 It is exact, over all test samples of all processes. The model returns logits, (B, classes), and a
 batch is (inputs, labels). A "weight" has no influence on it. A class without samples is left out.
 
-Recipes: ddp, amp, sharded.
+Recipes: ddp, amp, pipeline, sharded.
 """
 
 import math
 
 import torch
+from torch.nn import functional as F
 
 
 def auroc(scores, positive):
@@ -25,10 +26,19 @@ def auroc(scores, positive):
     return won / pairs if pairs else math.nan
 
 
-def mean_auroc(parts):
-    """Return the mean over the classes of a list of ((B, classes) logits, (B,) labels)."""
-    logits, labels = map(torch.cat, zip(*parts, strict=True))
-    probabilities = logits.double().softmax(1)
-    values = [auroc(column, labels == c) for c, column in enumerate(probabilities.T)]
+def compute_loss(model, batch, args):
+    """Return {"loss": (B,) float, ...}, and logits and labels for `test_metrics`."""
+    images, labels = batch
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    outputs = torch.column_stack((logits.detach(), labels))
+    return {"loss": loss, "accuracy": logits.argmax(1) == labels, "outputs": outputs}
+
+
+def test_metrics(outputs, args):
+    """Return {"auroc": the mean over the classes} of all test samples' logits and labels."""
+    logits, labels = torch.stack(outputs).double().tensor_split([-1], dim=1)
+    columns = enumerate(logits.softmax(1).T)
+    values = [auroc(column, labels.squeeze(1) == c) for c, column in columns]
     values = [value for value in values if not math.isnan(value)]
-    return sum(values) / len(values) if values else math.nan
+    return {"auroc": sum(values) / len(values) if values else math.nan}

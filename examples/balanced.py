@@ -62,7 +62,7 @@ def load_data(args, accelerator):
     return train_loader, DataLoader(test_set, **options)
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     images, labels, weights = batch
     logits = model(images)
     loss = F.cross_entropy(logits, labels, reduction="none") * weights

@@ -47,7 +47,7 @@ def random_view(images):
     return views * uniform(0.6, 1.4, channels, 1, 1) + uniform(-0.4, 0.4, channels, 1, 1)
 
 
-def compute_loss(model, batch, temperature=0.5):
+def compute_loss(model, batch, args, temperature=0.5):
     """Return the mean loss of both views of each image, and how many of the two found the other."""
     images, _ = batch
     size = len(images)

@@ -67,7 +67,7 @@ def mixture(time):
     return angle.cos(), angle.sin()
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     """Return the squared error of the predicted noise, one value per image."""
     images, _ = batch
     time = torch.rand(len(images), device=images.device)

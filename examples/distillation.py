@@ -68,7 +68,7 @@ def build_model(args):
     return build_network(args.width)
 
 
-def compute_loss(model, batch, temperature=4.0, share=0.9):
+def compute_loss(model, batch, args, temperature=4.0, share=0.9):
     """Return the loss: a `share` of it from the teacher's answers, the rest from the labels."""
     images, targets = batch
     labels = targets[:, 0].long()

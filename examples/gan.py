@@ -53,7 +53,7 @@ def build_model(args):
     return Game()
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     """Return the losses of both players, and their sum, whose gradient is each player's own."""
     images, _ = batch
     critic, generator = model(images)

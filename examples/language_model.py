@@ -48,7 +48,7 @@ def build_model(args):
     return AutoModelForCausalLM.from_config(config)
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     """Return the mean loss of each sequence's tokens, and their number as its weight."""
     inputs, targets = batch[:, :-1].clamp(min=0), batch[:, 1:]
     logits = model(inputs, use_cache=False).logits

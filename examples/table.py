@@ -68,7 +68,7 @@ def load_data(args, accelerator):
     std[std == 0] = 1  # a constant column
     text = json.dumps({"names": names, "mean": mean.tolist(), "std": std.tolist()})
     path = Path(args.output_dir, "columns.json")
-    replace_file(accelerator, path, lambda temporary: temporary.write_text(text))
+    replace_file(path, lambda temporary: temporary.write_text(text))
     train_set, test_set = (Rows((x - mean) / std, accelerator.device) for x in (train, test))
     options = {"batch_size": args.batch_size, "collate_fn": tuple}  # Rows makes batches
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
@@ -82,7 +82,7 @@ def build_model(args):
     return nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), hidden, nn.Linear(128, 1))
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     inputs, targets = batch
     error = model(inputs).squeeze(1) - targets
     return {"loss": error**2, "absolute_error": error.abs()}

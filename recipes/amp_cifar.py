@@ -8,7 +8,7 @@ Weights, optimizer and loss stay in fp32. Autocast computes convolutions and mat
 or, with a scaled loss, fp16 (Micikevicius et al. 2018, arXiv:1710.03740).
 
 To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
-`make_optimizer`. Edit anything but the shared infrastructure between the two banners.
+`make_optimizer`. Edit anything above the shared infrastructure.
 """
 
 import argparse
@@ -28,9 +28,10 @@ import threading
 import time
 import traceback
 import zipfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
@@ -84,28 +85,37 @@ def build_model(args):
     else:
         model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
         if args.stem == "cifar":
-            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # small images stay as large
+            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # keeps small images large
             model.maxpool = nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
+    return model.to(memory_format=torch.channels_last)  # fastest for convolutions
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
     Call `model` itself, not its methods: its forward pass prepares the all-reduce. The mean of
     "loss" is minimised. For samples that count unequally add "weight": (B,), which weights all
     means over the whole global batch: for a sequence, "loss" is the mean over its tokens and
-    "weight" their number. For class weights multiply the loss."""
+    "weight" their number. For class weights multiply the loss. "outputs" are for `test_metrics`."""
     images, labels = batch
     logits = model(images)
     loss = F.cross_entropy(logits, labels, reduction="none")
     return {"loss": loss, "accuracy": logits.argmax(1) == labels}
 
 
+def test_metrics(outputs, args):
+    """Return {"your metric": number} of the whole test set, for metrics that are no means over
+    samples. `outputs` is a list with what `compute_loss` returns as "outputs", which has a row of a
+    tensor or an object for each sample, in the order of the test set. Replace this."""
+    return {}
+
+
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate. Replace this."""
     peak = args.lr * args.global_batch_size / 128  # --lr is for 128 samples
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": can_fuse(args)}
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
+    if args.precision == "fp16":  # GradScaler always calls a fused one: no step would be skipped
+        options["fused"] = None  # not False, which turns off the foreach kernels, too
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     shape = {"anneal_strategy": "linear", "cycle_momentum": False}
@@ -114,168 +124,492 @@ def make_optimizer(model, args, total_steps):
     return optimizer, schedule
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
-    """Take one optimizer step over an iterator of batches. Return their metrics and, if it is
-    measured or clipped, the gradient's norm before clipping, else None: all still on the device."""
-    metrics = []
+def train_step(run, model, optimizer, scheduler, microbatches):
+    """Take one optimizer step over an iterator of batches. Return their values, and the norm of the
+    gradient before clipping, or None if it is not needed. All stay on the device."""
+    accelerator, args = run.accelerator, run.args
+    step_values = []
     for index, batch in enumerate(microbatches):
-        # In the whole step: any number of ranks draws the same dropout, and so does a resumed run.
+        # The number in the whole step: dropout is then the same on any number of ranks.
         number = index * accelerator.num_processes + accelerator.process_index
-        seed_rng(args.seed, step, number)
+        seed_rng(args.seed, run.step, number)
         with accelerator.accumulate(model):  # averages gradients in the last microbatch
-            values = checked(compute_loss(model, batch))
+            values, _ = checked(compute_loss(model, batch, args))
             accelerator.backward((values["loss"] * values.get("weight", 1)).mean())
-        metrics.append(values)
-    divide_by_mean_weight(accelerator, model, metrics)
+        step_values.append(values)
+    divide_by_mean_weight(accelerator, model, step_values)
     grad_norm = None
     if args.clip_norm:
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.clip_norm)
-    elif measure_norm:
+    elif run.line_due:
         accelerator.unscale_gradients()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        grad_norm = nn.utils.get_total_norm(gradients)
+        grad_norm = total_norm(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
     if not accelerator.optimizer_step_was_skipped:  # in fp16, when gradients overflow
         scheduler.step()
     optimizer.zero_grad()
-    return metrics, grad_norm
+    return step_values, grad_norm
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, hang, stop):
-    """Return {"test_loss": mean, ...} over the test set, or None if a signal stops the run."""
+def evaluate(run, model, loader):
+    """Return {"test_loss": mean, ...} over the test set. A signal ends the run after a batch."""
+    accelerator = run.accelerator
     loader.set_epoch(0)  # the same random transforms in each evaluation
-    modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
+    modes = {module: module.training for module in model.modules()}  # a frozen one may be in eval
     model.eval()
-    utils.broadcast(list(model.buffers()))  # in place: all use rank 0's BatchNorm statistics
+    utils.broadcast(list(model.buffers()))  # in place: BatchNorm's statistics of rank 0
     sums = 0
+    gathered = []
     for index, batch in enumerate(loader):
         seed_rng("evaluation", index * accelerator.num_processes + accelerator.process_index)
-        metrics = checked(compute_loss(model, batch))
-        sums += accelerator.gather_for_metrics(sample_rows(metrics)).sum(0)  # drops the padding
-        hang.progress += 1
-        if stop.vote():
-            return None
+        values, outputs = checked(compute_loss(model, batch, run.args))
+        sums += accelerator.gather_for_metrics(sample_rows(values)).sum(0)  # drops the padding
+        gathered += gather_outputs(accelerator, outputs)
+        run.exit_if_stopped()
     for module, mode in modes.items():
         module.training = mode
-    return {f"test_{k}": mean for k, mean in means(metrics, sums, len(loader.dataset)).items()}
+    results = means(values, sums, len(loader.dataset))
+    results |= run.on_main_process(test_metrics, gathered, run.args)
+    return {f"test_{name}": value for name, value in results.items()}
 
 
 def main():
     args = parse_args(add_technique_flags, add_flags)
-    args.precision, chosen_by = choose_precision(args)
-    lock_output_directory(args.output_dir)
+    chosen_by = set_precision(args)
     ddp = utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = make_accelerator(args, args.precision, ddp)
-    accumulation = set_batch_sizes(args, accelerator, accelerator.num_processes)
-    seed_rng(args.seed)  # for the initial weights
-    loaders = reproducible(load_data(args, accelerator), args)
-    train_loader, test_loader = accelerator.prepare(*loaders)
-    steps = Steps(train_loader, accumulation, args)
-
+    run = Run(args, args.precision, ddp)
+    run.facts = {"precision_chosen": chosen_by}
+    accelerator = run.accelerator
+    train_loader, test_loader = run.prepare_data(load_data(args, accelerator))
     model = load_weights(build_model(args), args.weights)
-    if args.compile:  # in place: keeps names. A CUDA graph's replay overwrites earlier gradients
-        model.compile(mode="reduce-overhead" if accumulation == 1 else "default")
+    if args.compile:  # not with accumulation: a replayed CUDA graph overwrites earlier gradients
+        model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
     check_weights_are_fp32(model, args.precision)
-    optimizer, scheduler = make_optimizer(model, args, steps.total)
+    optimizer, scheduler = make_optimizer(model, args, run.total_steps)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
-    broadcast_buffers(model)
-
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     states |= {"scaler": accelerator.scaler} if accelerator.scaler else {}
-    config = describe(args, accelerator, steps, loaders, optimizer, precision_chosen=chosen_by)
-    checkpoints = Checkpoints(accelerator, config, states)
-    stop = StopSignal(accelerator)  # above what starts DataLoader's workers: signals would end them
-    checkpoint = checkpoints.find()
-    if checkpoint:
-        rebuild_buckets(accelerator, model, next(iter(train_loader)))
-        checkpoints.load_states(checkpoint["states"])
-        steps.resumed_from = checkpoint["step"]
-    metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
-    del checkpoint  # its file is mapped: deleted by a later save, it would still take disk space
-    hang = HangDetector(accelerator, args)
-
-    for epoch in steps.epochs_left():
-        metrics.start_clock()
-        for step, microbatches in steps.left_in(epoch):
-            learning_rate = scheduler.get_last_lr()[0]
-            save_due = checkpoints.due(step)
-            line_due = save_due or step % args.log_every == 0
-            values, grad_norm = train_step(
-                accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
-            )
-            metrics.add(step, values)
-            hang.progress += 1
-            stopping = stop.vote()  # a signal, the same on all ranks, or 0
-            if line_due or stopping:
-                weight_norm = nn.utils.get_total_norm(model.parameters())
-                scaling = loss_scaling(accelerator, scheduler, step)
-                # A run whose loss or weights are not finite ends here, before it saves them.
-                metrics.log(weight_norm, learning_rate, grad_norm, **scaling)
-            if save_due or stopping:
-                metrics.write("checkpoint", {"save_seconds": checkpoints.save(step, metrics.text)})
-                metrics.start_clock()
-            exit_if_stopped(accelerator, stopping, step)
-        test = evaluate(accelerator, model, test_loader, hang, stop)
-        exit_if_stopped(accelerator, stop.vote(), metrics.step)
-        metrics.write("evaluation", test)
-
-    hang.closed.set()
-    save_weights(accelerator, plain.state_dict(), args.output_dir)
-    metrics.finish()
-    # DDP's wrapper goes before the process group that it uses: at exit, gloo may abort.
+    run.resume(states)
+    set_up_ddp(run, model, train_loader)
+    for epoch in run.epochs():
+        for microbatches in run.steps(epoch):
+            values, grad_norm = train_step(run, model, optimizer, scheduler, microbatches)
+            run.log_save_or_stop(values, grad_norm, partial(loss_scaling, run))
+        run.log_evaluation(evaluate(run, model, test_loader))
+    run.finish()
+    # Free DDP's wrapper before its process group: otherwise gloo may abort at exit.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 3ac357ced6e4: identical in all recipes
+# ---------------------------------------------------------------------------------------------- DDP
+def add_technique_flags(parser):
+    """Add the flags of this technique."""
+    add = parser.add_argument
+    add("--compile", action="store_true", help="torch.compile (slow first step)")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: the config's, or bf16")
+
+
+def broadcast_buffers(model):
+    """Before each forward pass, let all ranks use rank 0's buffers, but BatchNorm's: training does
+    not read them, and `evaluate` broadcasts all. DDP would broadcast these in each step."""
+    model.broadcast_buffers = False
+    batchnorm = nn.modules.batchnorm._BatchNorm
+    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
+    buffers = [x for module in others for x in module.buffers(recurse=False)]
+
+    def from_rank_0(*_):
+        utils.broadcast(buffers)  # in place
+
+    if buffers:
+        model.register_forward_pre_hook(from_rank_0)
+
+
+def set_up_ddp(run, model, loader):
+    """Share the buffers. A resumed run also takes a first backward pass, and undoes its effects:
+    after it DDP sums gradients in another order, as it did in the interrupted run."""
+    broadcast_buffers(model)
+    if run.resumed_from:
+        before = [buffer.clone() for buffer in model.buffers()]
+        values = compute_loss(model, next(iter(loader)), run.args)
+        run.accelerator.backward(values["loss"].mean())
+        model.zero_grad()
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+
+# ---------------------------------------------------------------------------------- mixed precision
+def has_bf16(on_gpu):
+    """Return whether the device has instructions for bf16."""
+    if on_gpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+
+
+def check_bf16(args):
+    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
+    on_gpu = not args.cpu and torch.cuda.is_available()
+    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.precision == "bf16" and emulated:
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
+
+
+def set_precision(args):
+    """Set the precision and return who chose it: the command line before the launch config, or else
+    this recipe. Exit with an error if it cannot be had: Accelerate would train in fp32."""
+    config = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    on_gpu = not args.cpu and torch.cuda.is_available()
+    precision = "bf16"
+    chosen_by = "by default"
+    if args.precision:
+        precision = args.precision
+        chosen_by = "by --precision"
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # or Accelerate would take the config's
+    elif config != "no":
+        precision = config
+        chosen_by = "by the config"
+    elif not has_bf16(on_gpu):
+        precision = "fp16" if on_gpu else "fp32"
+        chosen_by = "because this device has no bf16 instructions"
+    if precision not in ("bf16", "fp16", "fp32") or (precision == "fp16" and not on_gpu):
+        where = "on a GPU" if on_gpu else "on CPU"
+        exit_with_error(f"no {precision} {where}: choose another --precision")
+    args.precision = precision
+    check_bf16(args)
+    return chosen_by
+
+
+def check_weights_are_fp32(model, precision):
+    """Exit with an error if weights are in 16 bits, as those of pretrained models often are: then
+    fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision != "fp32" and types - {torch.float32, torch.float64}:
+        remedy = "mixed precision needs fp32: return model.float()"
+        exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
+
+
+def loss_scaling(run):
+    """Return, in fp16, the loss scale, and how many steps were skipped: those in which the schedule
+    stayed where it was."""
+    if not run.accelerator.scaler:
+        return {}
+    scale = run.accelerator.scaler.get_scale()
+    return {"loss_scale": scale, "skipped_steps": run.step - run.scheduler.last_epoch}
+
+
+# ----------------------------------------------------------------------------------------- CIFAR-10
+class ImageTensors(Dataset):
+    """Images (N, H, W, 3) uint8 and labels (N,) int64 on the device. One indexing operation makes a
+    batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
+    `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
+
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, images, labels, device, augmentation_seed=None):
+        self.labels = labels.to(device)
+        self.seed = augmentation_seed
+        self.height, self.width = images.shape[1:3]
+        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.padding = pad = 0 if augmentation_seed is None else 4
+        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
+        self.images = padded.to(device)
+        # The rows are top, left and flip, the columns samples.
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+        self.augmentation.share_memory_()  # persistent workers read the same numbers
+
+    def __len__(self):
+        return len(self.labels)
+
+    def set_epoch(self, epoch):
+        """Draw each sample's crop and flip: a function of (seed, epoch, index) alone."""
+        if self.seed is None:
+            return
+        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
+        generator = torch.Generator().manual_seed(seed)
+        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
+        flips = torch.randint(2, (1, len(self)), generator=generator)
+        self.augmentation[:] = torch.cat((offsets, flips))
+
+    def __getitems__(self, indices):
+        device = self.labels.device
+        index = torch.tensor(indices).to(device, non_blocking=True)
+        top, left, flip = self.augmentation[:, index, None]
+        rows = top + torch.arange(self.height, device=device)
+        columns = torch.arange(self.width, device=device)
+        columns = left + torch.where(flip == 1, columns.flip(0), columns)
+        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+        mean, std = self.statistics
+        images = images.float().div_(255).sub_(mean).div_(std)
+        return images.permute(0, 3, 1, 2), self.labels[index]
+
+
+def cifar10(directory, accelerator):
+    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
+            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
+        except (OSError, RuntimeError) as error:
+            exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
+    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
+
+
+def synthetic_images(samples, seed):
+    """Return ten classes, smooth patterns with noise: (N, 32, 32, 3) uint8 and (N,) int64."""
+    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * patterns.contiguous()
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (samples,), generator=generator)
+    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
+    return images.clamp_(0, 255).byte(), labels
+
+
+# ===================================== shared infrastructure ca3115a5cb11: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-LAUNCHER = os.getppid()  # read early: after its death it is another
+LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
-UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(days=1)  # of collectives: any save takes less. HangDetector ends what hangs
+UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
+TIMEOUT = timedelta(days=1)  # of collectives. HangDetector ends a run that hangs
+
+
+# ------------------------------------------------------------------------------------------ the run
+class Run:
+    """A training run: its Accelerator and flags, and what is counted, logged, saved and watched
+    around its steps. Results depend on the order in which its methods do things.
+
+    `handlers` are Accelerate's. A global batch is divided among `replicas` of the model, and into
+    microbatches of a multiple of `multiple` samples. `storage` is the class that reads and writes
+    checkpoints: FileStorage, unless one is given."""
+
+    def __init__(self, args, precision, *handlers, replicas=WORLD_SIZE, multiple=1, storage=None):
+        self.args = args
+        self.precision = precision
+        self.storage_type = storage
+        self.may_differ = set()  # flags of this recipe that a resumed run need not repeat
+        self.facts = {}  # shown and saved with the flags; they may differ, too
+        self.directory = Path(args.output_dir)
+        lock_output_directory(self.directory)
+        set_run_id(self.directory)
+        keep_script(self.directory)
+        faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
+        exit_if_config_is_ignored(precision)
+        gpus, threads = choose_device(args)
+        self.log_every = args.log_every or (50 if gpus else 10)
+        self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
+        self.accelerator = make_accelerator(args, gpus, precision, handlers)
+        torch.set_num_threads(threads)  # after Accelerate, which sets another number
+        # A second group on the CPUs: gloo does not wait for the GPUs.
+        self.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if WORLD_SIZE > 1 else None
+        self.accumulation = set_batch_sizes(args, replicas, multiple)
+        self.accelerator.gradient_accumulation_steps = self.accumulation
+        seed_rng(args.seed)  # for the initial weights
+        self.step = 0  # the newest one
+        self.resumed_from = 0  # the step of the loaded checkpoint
+
+    def prepare_data(self, loaders, prepare=Accelerator.prepare):
+        """Return the loaders of `load_data`, made reproducible, and divided among the processes. An
+        incomplete last global batch is dropped."""
+        args = self.args
+        loaders = reproducible(loaders, args)
+        self.samples = [len(loader.dataset) for loader in loaders]
+        loaders = prepare(self.accelerator, *loaders)
+        self.train_loader = loaders[0]
+        self.steps_per_epoch = len(self.train_loader) // self.accumulation
+        if self.steps_per_epoch == 0:
+            exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
+        self.total_steps = min(args.epochs * self.steps_per_epoch, args.max_steps or math.inf)
+        return loaders
+
+    def resume(self, states):
+        """Load the newest intact checkpoint, if there is one, into `states`: {name: object with a
+        state_dict}. From here on a signal stops the run after a step, and a hang ends it."""
+        self.model = states["model"]
+        self.scheduler = states["scheduler"]
+        self.config = self.describe(states["optimizer"])
+        self.storage = (self.storage_type or FileStorage)(self, states)
+        self.checkpoints = Checkpoints(self)
+        # Before a DataLoader starts workers: they inherit that signals do not end them.
+        self.stop = StopSignal(self.cpu_group)
+        # Not an attribute: a mapped file keeps its disk space after a later save deletes it.
+        checkpoint = self.checkpoints.find()
+        if checkpoint:
+            self.storage.load(checkpoint["states"])
+            self.step = self.resumed_from = checkpoint["step"]
+        self.metrics = Metrics(self, checkpoint["metrics"] if checkpoint else "")
+        self.hang = HangDetector(self)
+
+    def describe(self, optimizer):
+        """Return what summary.json and each checkpoint say: the flags, and what ran where."""
+        git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
+        rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
+        on_gpu = self.accelerator.device.type == "cuda"
+        config = {
+            "recipe": RECIPE,
+            **vars(self.args),
+            "precision": self.precision,
+            "log_every": self.log_every,
+            "accumulation": self.accumulation,
+            "peak_learning_rate": rates if len(rates) > 1 else rates[0],
+            "steps": self.total_steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "samples": self.samples,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "world_size": WORLD_SIZE,
+            "versions": VERSIONS,
+            "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
+            **self.facts,
+        }
+        return json.loads(json.dumps(config, default=str))  # plain types, to be read again
+
+    def epoch_of(self, step):
+        return max(step - 1, 0) // self.steps_per_epoch
+
+    def epochs(self):
+        """Yield the epochs left, also one saved after its last step: its evaluation is missing."""
+        for epoch in range(self.epoch_of(self.step), self.epoch_of(self.total_steps) + 1):
+            self.metrics.start_line()
+            yield epoch
+
+    def steps(self, epoch):
+        """Yield, for each step that is left of an epoch, an iterator over its microbatches."""
+        before = epoch * self.steps_per_epoch
+        done = max(before, self.step)
+        skipped = (done - before) * self.accumulation
+        loader = skip_first_batches(self.train_loader, skipped) if skipped else self.train_loader
+        loader.set_epoch(epoch)  # for the order. Before Accelerate 1.15 skipping resets it
+        loader.dataset.set_epoch(epoch)  # for random transforms
+        batches = iter(loader)
+        for step in range(done + 1, min(before + self.steps_per_epoch, self.total_steps) + 1):
+            self.step = step
+            self.learning_rate = self.scheduler.get_last_lr()[0]
+            self.save_due = self.checkpoints.due(step)
+            self.line_due = self.save_due or step % self.log_every == 0
+            microbatches = (self.metrics.timed_next(batches) for _ in range(self.accumulation))
+            yield microbatches
+            list(microbatches)  # skips those that the step has not taken
+
+    def log_save_or_stop(self, values, grad_norm=None, details=dict):
+        """Do what is due after a step with these `values`. A run whose loss or weights must not be
+        saved ends before they are. `details` returns more numbers for a line."""
+        self.metrics.add(values)
+        self.hang.progress += 1
+        stopping = self.stop.vote()  # a signal, the same on all ranks, or 0
+        if self.line_due or stopping:
+            results, losses, norms, measured = self.metrics.gather(grad_norm)
+            exit_if_not_finite(results["loss"], losses, norms[:, 0], self.step)
+            exit_if_ranks_drift(norms, self.storage.parts, self.step)
+            self.metrics.write("train", results, {**details(), **measured})
+            self.metrics.start_line()
+        if self.save_due or stopping:
+            with self.hang.paused():
+                seconds = self.checkpoints.save(self.step, self.metrics.text)
+            self.metrics.write("checkpoint", {"save_seconds": seconds})
+            self.metrics.start_line()
+        self.exit_on_signal(stopping)
+
+    def log_evaluation(self, results):
+        self.metrics.write("evaluation", results)
+
+    def exit_if_stopped(self):
+        """After a batch of an evaluation, exit if a signal stops the run: the epoch is saved."""
+        self.hang.progress += 1
+        self.exit_on_signal(self.stop.vote())
+
+    def exit_on_signal(self, stopping):
+        """Exit if all ranks stop: together, or the launcher would kill those that save."""
+        if stopping:
+            if RANK == 0:
+                say(f"stopped after step {self.step}, which is saved: rerun the command to resume")
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+            self.accelerator.wait_for_everyone()
+            exit_now(128 + stopping)
+
+    def on_main_process(self, function, *arguments):
+        """Return on all ranks what a function returns on the main one, however long it takes."""
+        with self.hang.paused():
+            result = [function(*arguments) if RANK == 0 else None]
+            if self.cpu_group:
+                distributed.broadcast_object_list(result, 0, self.cpu_group)
+        return result[0]
+
+    def save_weights(self, name):
+        """Write the weights of the whole model, a tensor of several names (tied weights) once."""
+        weights = self.storage.collect_weights()
+        save = partial(self.accelerator.save, weights, safe_serialization=True)
+        self.on_main_process(replace_file, self.directory / name, save)
+
+    def finish(self):
+        """Write model.safetensors and summary.json, and print the results."""
+        self.hang.is_paused = True  # there are no more steps
+        self.save_weights("model.safetensors")
+        self.metrics.finish()
 
 
 # ------------------------------------------------------------------------------------------ metrics
-def checked(metrics):
-    """Return what `compute_loss` returned; exit with an error unless it is {name: (B,) tensor}."""
-    found = f"no dictionary but a {type(metrics).__name__}"
-    if isinstance(metrics, dict):
-        shapes = {name: getattr(x, "shape", type(x)) for name, x in metrics.items()}
+def waits_for_other_ranks(function):
+    """Mark a function in which a rank waits for others: `HangDetector` looks for this name."""
+
+    def wait_for_other_ranks(*arguments):
+        return function(*arguments)
+
+    return wait_for_other_ranks
+
+
+def total_norm(tensors):
+    """Return the norm of all tensors together, also of sharded ones."""
+    norm = nn.utils.get_total_norm(list(tensors))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def checked(returned):
+    """Return the values that `compute_loss` returned, {name: (B,) tensor}, and its "outputs" or
+    None. Exit with an error if they are anything else."""
+    found = f"no dictionary but a {type(returned).__name__}"
+    if isinstance(returned, dict):
+        values = {name: value for name, value in returned.items() if name != "outputs"}
+        outputs = returned.get("outputs")
+        shapes = {name: getattr(x, "shape", type(x)) for name, x in values.items()}
         loss = shapes.get("loss")
         if isinstance(loss, torch.Size) and len(loss) == 1 and set(shapes.values()) == {loss}:
-            return metrics
+            if outputs is None or len(outputs) == loss[0]:
+                return values, outputs
+            shapes["outputs"] = f"{len(outputs)} of them"
         found = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
     remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
     exit_with_error(f'compute_loss returned {found}: return {{"loss": tensor, ...}} with {remedy}')
 
 
-def divide_by_mean_weight(accelerator, model, metrics):
+def divide_by_mean_weight(accelerator, model, step_values):
     """Divide the gradients by the mean weight of the global batch, if there are weights."""
-    if "weight" not in metrics[0]:
+    if "weight" not in step_values[0]:
         return
-    weights = torch.cat([values["weight"].detach().float() for values in metrics])
+    weights = torch.cat([values["weight"].detach().float() for values in step_values])
     total, samples = accelerator.reduce(torch.stack([weights, torch.ones_like(weights)]).sum(1))
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= total / samples
 
 
-def sample_rows(metrics):
-    """Return (B, M + 2) float64, a row per sample: M metrics times its weight, its weight, 1."""
-    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach().double()
-    columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
+def sample_rows(values):
+    """Return (B, M + 2) float64, a row per sample: M values times its weight, its weight, 1."""
+    weight = values.get("weight", torch.ones_like(values["loss"])).detach().double()
+    columns = [value.detach() * weight for name, value in values.items() if name != "weight"]
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1)
 
 
+@waits_for_other_ranks
 def means(names, sums, samples):
     """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit unless of `samples` rows."""
     *totals, weight, counted = sums.tolist()
@@ -286,107 +620,117 @@ def means(names, sums, samples):
     return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
 
 
+def gather_outputs(accelerator, outputs):
+    """Return, on the main process, a list of the "outputs" of a batch of each process, one for each
+    sample, without the padding. It is empty if `outputs` is None, and on the other processes."""
+    if outputs is None:
+        return []
+    if not torch.is_tensor(outputs):
+        outputs = utils.send_to_device(outputs, "cpu")
+    outputs = accelerator.gather_for_metrics(outputs, not torch.is_tensor(outputs))
+    return list(utils.send_to_device(outputs, "cpu")) if RANK == 0 else []
+
+
 class Metrics:
     """Means over all processes, for the screen, metrics.jsonl, summary.json and a tracker."""
 
-    parts = 1  # ranks r and r + parts hold the same weights
-
-    def __init__(self, accelerator, config, steps, text):
-        self.accelerator = accelerator
-        self.config = config
-        self.steps = steps
-        self.step = self.last_line = steps.resumed_from  # the newest; of the last line
-        self.names = []
-        self.sums = 0  # of `sample_rows`, since the last line
+    def __init__(self, run, text):
+        self.run = run
+        self.text = text  # of metrics.jsonl, from the checkpoint
         self.newest = {}  # value of each name, or None: JSON has neither NaN nor infinity
         self.started = time.time()
-        self.text = text  # of metrics.jsonl, from the checkpoint
-        is_main = accelerator.is_main_process
-        path = Path(config["output_dir"], "metrics.jsonl") if is_main else os.devnull
+        self.names = []
+        is_main = RANK == 0
+        path = run.directory / "metrics.jsonl" if is_main else os.devnull
         self.file = open(path, "w", buffering=1)
         self.file.write(text)
-        accelerator.init_trackers(RECIPE, {name: str(x) for name, x in config.items()})
+        run.accelerator.init_trackers(RECIPE, {name: str(x) for name, x in run.config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
         plain = not (is_main and self.console.is_interactive)
-        # Redirected, a worker's output may wait for a lock that was held at its fork.
+        # Not redirected: a worker would wait for a lock that was held when it was forked.
         self.progress = Progress(
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
         )
-        self.bar = self.progress.add_task("steps", total=steps.total, completed=self.step)
-        self.console.print_json(data={**config, "resumed_from": self.step}, highlight=False)
+        self.bar = self.progress.add_task("steps", total=run.total_steps, completed=run.step)
+        self.console.print_json(data={**run.config, "resumed_from": run.step}, highlight=False)
         self.progress.start()
-        self.console.show_cursor()  # for a run that is killed
+        self.console.show_cursor()  # a killed run would leave it hidden
 
-    def start_clock(self):
-        """Measure throughput from here on: evaluations and checkpoints do not count."""
+    def start_line(self):
+        """Begin the next line here: evaluations and checkpoints do not count in its throughput."""
+        self.last_line = self.run.step
+        self.sums = 0  # of `sample_rows`
+        self.data_seconds = 0.0  # in which this process waited for data
         self.clock = time.perf_counter()
-        self.steps.data_seconds = 0.0
 
-    def add(self, step, microbatches):
-        """Add the metrics of a step's microbatches."""
-        for metrics in microbatches:
-            if self.names not in ([], list(metrics)):
+    def timed_next(self, batches):
+        began = time.perf_counter()
+        batch = next(batches)
+        self.data_seconds += time.perf_counter() - began
+        return batch
+
+    def add(self, step_values):
+        """Add the values of a step's microbatches."""
+        for values in step_values:
+            if self.names not in ([], list(values)):
                 exit_with_error("compute_loss: return the same keys for every batch")
-            self.names = list(metrics)
-            self.sums = self.sums + sample_rows(metrics).sum(0)
-        self.step = step
+            self.names = list(values)
+            self.sums = self.sums + sample_rows(values).sum(0)
         self.progress.advance(self.bar)
 
-    def log(self, weight_norm, learning_rate, grad_norm, **details):
-        """Write the means since the last line. Exit if they, or the weights, must not be saved."""
-        norms = [weight_norm] if grad_norm is None else [weight_norm, grad_norm]
-        sums, norms, waited, memory = self.gather(torch.stack(norms))
-        seconds = time.perf_counter() - self.clock
-        samples = (self.step - self.last_line) * self.config["global_batch_size"]
-        values = means(self.names, sums.sum(0), samples)
-        losses = sums[:, list(values).index("loss")]
-        exit_if_not_finite(values["loss"], losses, norms[:, 0], self.step)
-        exit_if_ranks_drift(norms, self.parts, self.step)
-        values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
-        if grad_norm is not None:
-            values["grad_norm"] = norms[0, 1].item()
-        details |= {"seconds": seconds, "data_wait": waited.max().item() / seconds}
-        details |= {"slowest_rank": waited.argmax().item(), "peak_memory_gib": memory.max().item()}
-        self.write("train", values, details)
-        self.sums = 0
-        self.last_line = self.step
-        self.start_clock()
-
-    def gather(self, norms):
-        """Return the sums, norms, seconds without data, and GiB of each rank."""
+    @waits_for_other_ranks
+    def gather(self, grad_norm):
+        """Return the means since the last line over all ranks, each rank's sum of losses, its norms
+        of weights and gradients (P, 1 or 2), and what was measured besides."""
+        run = self.run
+        norms = [total_norm(run.model.parameters())]
+        norms += [] if grad_norm is None else [grad_norm]
         memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        used = torch.tensor([self.steps.data_seconds, memory / 2**30])
-        row = [self.sums, norms.to(self.sums), used.to(self.sums, non_blocking=True)]
-        rows = self.accelerator.gather(torch.cat(row)[None]).cpu()
-        return rows.split([len(self.sums), len(norms), 1, 1], dim=1)
+        used = torch.tensor([self.data_seconds, memory / 2**30])
+        row = [self.sums, torch.stack(norms).to(self.sums), used.to(self.sums, non_blocking=True)]
+        rows = run.accelerator.gather(torch.cat(row)[None]).cpu()
+        sums, norms, waited, memory = rows.split([len(self.sums), len(norms), 1, 1], dim=1)
+        seconds = time.perf_counter() - self.clock
+        samples = (run.step - self.last_line) * run.args.global_batch_size
+        results = means(self.names, sums.sum(0), samples)
+        losses = sums[:, list(results).index("loss")]
+        results |= {"learning_rate": run.learning_rate, "samples_per_second": samples / seconds}
+        if grad_norm is not None:
+            results["grad_norm"] = norms[0, 1].item()
+        measured = {"seconds": seconds, "data_wait": waited.max().item() / seconds}
+        measured["slowest_rank"] = waited.argmax().item()
+        measured["peak_memory_gib"] = memory.max().item()
+        return results, losses, norms, measured
 
-    def write(self, event, values, details=None):
+    def write(self, event, results, details=None):
         """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
-        numbers = {**values, **(details or {})}
+        run = self.run
+        numbers = {**results, **(details or {})}
         self.newest |= {name: x if math.isfinite(x) else None for name, x in numbers.items()}
-        epoch = self.steps.epoch_of(self.step) + 1
-        line = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
+        epoch = run.epoch_of(run.step) + 1
+        line = {"event": event, "epoch": epoch, "step": run.step, "time": time.time()}
         line = json.dumps(line | {name: self.newest[name] for name in numbers}) + "\n"
         self.text += line
         self.file.write(line)
-        self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
-        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in values.items())
+        run.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=run.step)
+        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in results.items())
         shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
         if self.progress.disable and event == "train":
-            left = (self.steps.total - self.step) * self.config["global_batch_size"]
-            shown += f" eta {timedelta(seconds=round(left / values['samples_per_second']))}"
-        with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
-            self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
+            left = (run.total_steps - run.step) * run.args.global_batch_size
+            shown += f" eta {timedelta(seconds=round(left / results['samples_per_second']))}"
+        with suppress(OSError, SystemExit):  # Ctrl-C also ends a `tee` that reads the pipe
+            self.console.print(f"step {run.step}/{run.total_steps} epoch {epoch} {shown}")
 
     def finish(self):
         """Print the results and, unless this run only evaluated another, write summary.json."""
+        run = self.run
         self.progress.stop()
-        results = {"resumed_from": self.steps.resumed_from, **self.newest}
+        results = {"resumed_from": run.resumed_from, **self.newest}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
-        summary = Path(self.config["output_dir"], "summary.json")
-        if self.step > self.steps.resumed_from or self.step == 0 or not summary.exists():
-            text = json.dumps({**self.config, **results}, indent=2) + "\n"
+        summary = run.directory / "summary.json"
+        if run.step > run.resumed_from or run.step == 0 or not summary.exists():
+            text = json.dumps({**run.config, **results}, indent=2) + "\n"
             replace_file(summary, lambda path: path.write_text(text))
 
 
@@ -414,7 +758,7 @@ def exit_if_ranks_drift(norms, parts, step):
 
 
 # -------------------------------------------------------------------------------- reproducible data
-def set_batch_sizes(args, accelerator, replicas, multiple=1):
+def set_batch_sizes(args, replicas, multiple):
     """Divide each replica's share of a global batch into equal microbatches. Return how many."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
@@ -422,50 +766,8 @@ def set_batch_sizes(args, accelerator, replicas, multiple=1):
         exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
     largest = max(1, args.batch_size // multiple)
     accumulation = next(n for n in count(1) if share % n == 0 and share // n <= largest)
-    accelerator.gradient_accumulation_steps = accumulation
     args.batch_size = share // accumulation * multiple
     return accumulation
-
-
-class Steps:
-    """The optimizer steps, numbered from 1. An incomplete last global batch is dropped."""
-
-    def __init__(self, loader, accumulation, args):
-        self.loader = loader
-        self.accumulation = accumulation  # microbatches per step
-        self.per_epoch = len(loader) // accumulation
-        if self.per_epoch == 0:
-            exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
-        self.total = min(args.epochs * self.per_epoch, args.max_steps or math.inf)
-        self.resumed_from = 0  # the step of the checkpoint from which this run resumes
-        self.data_seconds = 0.0  # in which this process waited for data
-
-    def epoch_of(self, step):
-        return max(step - 1, 0) // self.per_epoch
-
-    def epochs_left(self):
-        """Return the epochs left, also one saved after its last step: its evaluation is missing."""
-        return range(self.epoch_of(self.resumed_from), self.epoch_of(self.total) + 1)
-
-    def left_in(self, epoch):
-        """Yield (step, an iterator over its microbatches) for what is left of an epoch."""
-        before = epoch * self.per_epoch
-        done = max(before, self.resumed_from)
-        skipped = (done - before) * self.accumulation
-        loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
-        loader.set_epoch(epoch)  # of the order; before Accelerate 1.15 it has one of its own
-        loader.dataset.set_epoch(epoch)  # of random transforms
-        batches = iter(loader)
-        for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
-            microbatches = (self.timed_next(batches) for _ in range(self.accumulation))
-            yield step, microbatches
-            list(microbatches)  # if the step left some out, the next one begins behind them
-
-    def timed_next(self, batches):
-        began = time.perf_counter()
-        batch = next(batches)
-        self.data_seconds += time.perf_counter() - began
-        return batch
 
 
 def seed_rng(*key):
@@ -484,7 +786,7 @@ class SeededSamples(Dataset):
     def __init__(self, dataset, seed):
         self.dataset = dataset
         self.seed = seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # with persistent workers
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for persistent workers
         self.set_epoch(0)
 
     def __len__(self):
@@ -535,27 +837,106 @@ def reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """The checkpoints step-N.pt of `states`: {name: object with a state_dict}. A recipe whose state
-    is not whole on the main process overrides the methods from `collect_states` to `delete`."""
+    """When a checkpoint is due, which one is intact and of this run, and which ones are kept. The
+    run's storage knows what is in one, and how."""
+
+    def __init__(self, run):
+        self.run = run
+        self.storage = run.storage
+        free = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
+        free |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
+        free |= {"accumulation", "device", "world_size", "versions", "commit"}
+        self.may_differ = {*free, *run.facts, *run.may_differ}
+
+    def paths(self):
+        return sorted(self.run.directory.glob(self.storage.pattern))
+
+    def find(self):
+        """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
+        run = self.run
+        paths = self.paths()[::-1]
+        files = [path.read_text() for path in run.directory.glob("run.id")]
+        files += [path.name for path in paths]
+        seen = {"samples": run.samples, "files in --output-dir": files}
+        remedy = "all machines have to share data and directory"
+        exit_if_ranks_differ(run.store, "files", seen, remedy)
+        for path in paths:
+            if checkpoint := self.read_if_intact(path):
+                ours, theirs = run.config, checkpoint["config"]
+                names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
+                wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
+                if wrong:
+                    exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
+                run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
+                return checkpoint
+        if paths:
+            exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
+        return None
+
+    def read_if_intact(self, path):
+        """Return a checkpoint, or None if it is damaged. Exit unless all ranks see the same."""
+        checkpoint = damage = None
+        try:
+            checkpoint = self.storage.read(path)
+        except (OSError, MemoryError) as error:  # this rank's: the file may be intact
+            exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
+        except Exception as error:
+            damage = f"{error!r:.200}"
+        exit_if_ranks_differ(self.run.store, path.name, {path.name: damage}, "rerun the command")
+        if damage:
+            self.run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
+        return checkpoint
+
+    def due(self, step):
+        every = (self.run.steps_per_epoch, self.run.args.checkpoint_every or math.inf)
+        return step == self.run.total_steps or any(step % x == 0 for x in every)
+
+    def save(self, step, metrics_text):
+        """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
+        for the end: one that went on would wait in the next step, and take that for a hang."""
+        run = self.run
+        began = time.perf_counter()
+        states = self.storage.collect()
+        content = {"config": run.config, "step": step, "metrics": metrics_text, "states": states}
+        path = run.directory / self.storage.pattern.replace("[0-9]" * 8, f"{step:08}")
+        try:
+            self.storage.write(content, path)
+            if RANK == 0:
+                written = [x for x in self.paths() if x <= path]  # later ones are damaged
+                for old in written[: -run.args.keep]:
+                    self.storage.delete(old)
+        except Exception as error:
+            Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
+            error = error.__context__ or error
+            exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
+        if run.cpu_group:
+            distributed.barrier(run.cpu_group)
+        return time.perf_counter() - began
+
+
+class FileStorage:
+    """Keeps each checkpoint of `states`, {name: object with a state_dict}, in a file that the main
+    process writes. A recipe whose states are not whole there gives `Run` another class."""
 
     pattern = f"step-{'[0-9]' * 8}.pt"
-    may_differ = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
-    may_differ |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
-    may_differ |= {"accumulation", "device", "world_size", "versions", "commit"}
+    parts = 1  # ranks r and r + parts hold the same weights
 
-    def __init__(self, accelerator, config, states):
-        self.accelerator = accelerator
-        self.config = config
+    def __init__(self, run, states):
+        self.run = run
         self.states = states
-        self.directory = Path(config["output_dir"])
 
-    def collect_states(self):
-        """Return the states that the main process writes. Some buffers are in no state dict."""
+    def collect_weights(self):
+        """Return the weights of the whole model. Those of the main process are written."""
+        return self.states["model"].state_dict()
+
+    def collect(self):
+        """Return the states. Those of the main process are written."""
         states = {name: thing.state_dict() for name, thing in self.states.items()}
+        # Buffers of their own: some are in no state dict.
         models = {name: x for name, x in self.states.items() if isinstance(x, nn.Module)}
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
-    def load_states(self, saved):
+    def load(self, saved):
         for name, thing in self.states.items():
             # An optimizer may keep tensors that it gets, and with them the mapped file.
             is_model = isinstance(thing, nn.Module)
@@ -571,74 +952,17 @@ class Checkpoints:
         return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
 
     def write(self, content, path):
-        """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
+        """Write a checkpoint: renamed into place after fsync, and after it was read again."""
 
         def write_and_read(temporary):
-            with open(temporary, "wb") as file:  # its errors have a reason: no space left
+            with open(temporary, "wb") as file:  # its errors have a reason, torch's have none
                 torch.save(content, file)
-            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # types that can be read
+            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # raises on other types
 
         replace_file(path, write_and_read)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
-
-    def find(self):
-        """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
-        store, ours = self.accelerator.store, self.config
-        paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        files = [path.read_text() for path in self.directory.glob("run.id")]
-        files += [path.name for path in paths]
-        seen = {"samples": ours["samples"], "files in --output-dir": files}
-        exit_if_ranks_differ(store, "files", seen, "all machines have to share data and directory")
-        for path in paths:
-            damage = None
-            try:
-                checkpoint = self.read(path)
-            except (OSError, MemoryError) as error:  # of this rank: the file may be intact
-                exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
-            except Exception as error:
-                damage = f"{error!r:.200}"
-            exit_if_ranks_differ(store, path.name, {path.name: damage}, "rerun the command")
-            if not damage:
-                break
-            self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
-        else:
-            if paths:
-                exit_with_error(f"{self.directory} has no intact checkpoint: choose another")
-            return None
-        theirs = checkpoint["config"]
-        names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
-        wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
-        if wrong:
-            exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
-        self.accelerator.print(f"{RECIPE}: resuming from {path}, of {ours['steps']} steps")
-        return checkpoint
-
-    def due(self, step):
-        every = (self.config["steps_per_epoch"], self.config["checkpoint_every"] or math.inf)
-        return step == self.config["steps"] or any(step % x == 0 for x in every)
-
-    def save(self, step, metrics):
-        """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
-        for the end: one that went on would wait in the next step, and take that for a hang."""
-        began = time.perf_counter()
-        states = self.collect_states()
-        content = {"config": self.config, "step": step, "metrics": metrics, "states": states}
-        path = self.directory / self.pattern.replace("[0-9]" * 8, f"{step:08}")
-        try:
-            self.write(content, path)
-            if self.accelerator.is_main_process:
-                saved = [x for x in self.directory.glob(self.pattern) if x <= path]  # intact
-                for old in sorted(saved)[: -self.config["keep"]]:
-                    self.delete(old)
-        except Exception as error:
-            Path(self.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
-            error = error.__context__ or error
-            exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
-        if self.accelerator.cpu_group:
-            distributed.barrier(self.accelerator.cpu_group)
-        return time.perf_counter() - began
 
 
 def replace_file(path, write):
@@ -646,7 +970,7 @@ def replace_file(path, write):
     if RANK == 0:
         temporary = path.with_name(UNFINISHED)
         temporary.touch()
-        mode = temporary.stat().st_mode  # by the umask, which safetensors does not heed
+        mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
         write(temporary)
         temporary.chmod(mode)
         sync(temporary)
@@ -661,23 +985,17 @@ def sync(path):
     os.close(descriptor)
 
 
-def save_weights(accelerator, weights, directory):
-    """Write model.safetensors, with a tensor of several names (tied weights) once."""
-    path = Path(directory, "model.safetensors")
-    replace_file(path, lambda x: accelerator.save(weights, x, safe_serialization=True))
-
-
 def load_weights(model, path):
     """Return the model, with the weights at `path`, if given, as far as names and shapes fit."""
-    if not model.training:  # as from_pretrained returns it
+    if not model.training:  # from_pretrained returns it so
         exit_with_error("build_model: the model is in eval mode: return model.train()")
     if path:
         own = model.state_dict()
         try:
             weights = utils.load_state_dict(path)  # runs no code
-        except Exception as error:  # another kind of file makes the readers raise many types
+        except Exception as error:  # the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
-        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
+        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP and torch.compile, either first
             weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
         fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
         if not fitting:
@@ -692,15 +1010,15 @@ def load_weights(model, path):
 class StopSignal:
     """On a signal to any rank, or the launcher's death, all ranks stop after the same step."""
 
-    def __init__(self, accelerator):
+    def __init__(self, group):
+        self.group = group  # of all ranks on their CPUs, or None
         self.received = 0  # the first signal
-        self.group = accelerator.cpu_group
         self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
-        # Python writes the number of a signal there, also while the main thread waits in C code.
+        # Python writes a signal's number there even while the main thread is in C code.
         self.numbers, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self.numbers.settimeout(1)
@@ -708,8 +1026,8 @@ class StopSignal:
         for number in self.signals:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self.watch, daemon=True).start()
-        # Blocked, which DataLoader's workers inherit: they must live until the next checkpoint.
-        resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
+        # DataLoader's workers inherit the mask: they must live until the next checkpoint.
+        resource_tracker.ensure_running()  # started later, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
 
     def watch(self):
@@ -724,8 +1042,10 @@ class StopSignal:
         if LOCAL_RANK == 0:
             say(f"{signal.Signals(number).name}: stopping after the next step (Ctrl-\\ aborts)")
 
+    @waits_for_other_ranks
     def vote(self):
-        """Return the signal on which all ranks stop, or 0: of the last call, to overlap a step."""
+        """Return the signal on which all ranks stop, or 0, as of the call before: so the all-reduce
+        overlaps a step."""
         if self.pending:
             self.pending.wait()
         result = self.highest.item()
@@ -739,52 +1059,56 @@ class StopSignal:
 class HangDetector:
     """Ends a run without a step for --hang-timeout seconds, or six times as many if the first one
     compiles. The rank that hangs does not report, or came the least far and, of equals, waits for
-    no other: it is in none of these files or functions."""
+    no other: it is in none of these files, and in no function marked @waits_for_other_ranks."""
 
     files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
-    functions = {Metrics.gather.__code__, means.__code__, StopSignal.vote.__code__}
 
-    def __init__(self, accelerator, args):
-        self.timeout = args.hang_timeout
-        self.compiles = vars(args).get("compile", False)
+    def __init__(self, run):
+        self.timeout = run.args.hang_timeout
+        self.compiles = vars(run.args).get("compile", False)
+        self.store = run.store
+        self.directory = run.directory
         self.progress = 0  # steps and batches
-        self.closed = threading.Event()
+        self.is_paused = False
         self.names = utils.gather_object([NAME])
-        self.store = accelerator.store
-        self.directory = accelerator.project_dir
         threading.Thread(target=self.watch, daemon=True).start()
         faulthandler.cancel_dump_traceback_later()
+
+    @contextmanager
+    def paused(self):
+        """Within this context a run may take any time without a step."""
+        before, self.is_paused = self.is_paused, True
+        yield
+        self.is_paused = before
 
     def watch(self):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
         while idle < self.timeout * (6 if self.compiles and not self.progress else 1):
             before = self.progress
-            if self.closed.wait(tick):
-                return
-            frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
-            codes = [frame.f_code for frame, _ in frames]  # not the frames: they keep their tensors
-            stalls = self.progress == before and Checkpoints.save.__code__ not in codes
+            time.sleep(tick)
+            stalls = self.progress == before and not self.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.report(sys._current_frames()[threading.main_thread().ident])
             self.name_the_rank()
             self.store.wait(["named"])
-        time.sleep(2 * tick)  # until all read it
+        time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
     def report(self, frame):
-        """Print the stack of this rank, of many into a file. Tell the others how far it came."""
+        """Print this rank's stack, or write it to a file. Tell the others how far it came."""
         stack = traceback.extract_stack(frame)
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         text = "".join([head, *traceback.format_list(stack)])
         if WORLD_SIZE > 8:
             Path(self.directory, f"stack-{RANK}.txt").write_text(text)
         else:
-            os.write(2, text.encode())  # in one piece
+            os.write(2, text.encode())  # one call: ranks do not mix lines
         at = [line for line in stack if line.filename == __file__][-1]
-        waits = frame.f_code in self.functions or bool(self.files.search(stack[-1].filename))
+        marked = any(line.name == "wait_for_other_ranks" for line in stack)
+        waits = marked or bool(self.files.search(stack[-1].filename))
         self.store.set(NAME, json.dumps([self.progress, waits, f"line {at.lineno}, in {at.name}"]))
         if self.store.add("reports", 1) == WORLD_SIZE:
             self.store.set("all reports", "")
@@ -797,7 +1121,7 @@ class HangDetector:
         if NAME == next(present):
             reports = {name: [-1, False, "no report"] for name in self.names}
             reports |= {name: json.loads(self.store.get(name)) for name in (NAME, *present)}
-            # If all wait that came the least far, one has left out a collective operation.
+            # If all of these wait, one of them has left out a collective operation.
             first = min(reports.values())[:2]
             stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
             files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
@@ -806,23 +1130,12 @@ class HangDetector:
 
 
 def say(message):
-    """Print a line to stderr, if somebody reads it: Ctrl-C also ends the `tee` behind a pipe."""
+    """Print a line to stderr. Ctrl-C also ends a `tee` that reads it: that is no error."""
     with suppress(OSError):
         line = f"{RECIPE}: {message}".replace("\n", " ")
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
-        sys.stderr.write(f"{start}{line}\n")  # in one piece: `print` writes the end by itself
+        sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
         sys.stderr.flush()
-
-
-def exit_if_stopped(accelerator, stopping, step):
-    """Exit if all ranks stop by a signal: together, or the launcher would kill slower ones."""
-    if stopping:
-        if accelerator.is_main_process:
-            say(f"stopped after step {step}, which is saved: rerun the command to resume")
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        accelerator.wait_for_everyone()
-        exit_now(128 + stopping)
 
 
 def exit_if_ranks_differ(store, topic, values, remedy):
@@ -840,7 +1153,7 @@ def exit_if_ranks_differ(store, topic, values, remedy):
 # The first rank of each machine prints at once. By SIGTERM the launcher then ends the others, which
 # wait for seconds. An exception waits one more, since another rank's end may have caused it.
 def exit_with_exception(error):
-    """Print a traceback, but of no OSError, and a line with the innermost place in this file."""
+    """Print a traceback, unless it is an OSError, and a line with the place in this file."""
     text = traceback.format_exc()
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
@@ -866,19 +1179,30 @@ def exit_with_error(message, status=2, details="", wait=0):
 
 
 def exit_now(status):
-    """End this process without the tear-down, in which gloo may abort, and DataLoader's workers."""
+    """End this process, and its DataLoaders' workers, without a tear-down: gloo may abort in it."""
     try:
         for worker in active_children():
             worker.kill()
-    finally:  # torch raises an error where a worker dies
+    finally:  # torch raises an error when a worker dies
         os._exit(status)
 
 
 # ------------------------------------------------------------------------- command line and launch
-POSITIVE = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
-POSITIVE += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
 PER_MACHINE = {"data_dir", "weights", "threads", "output_dir"}
 UNSUPPORTED = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
+
+
+def positive(kind):
+    """Return the type of a flag for `kind`, int or float, that is above 0 and finite."""
+
+    def convert(text):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{value} is not above 0")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it if `kind` raises an error
+    return convert
 
 
 def parse_args(*declarations):
@@ -890,30 +1214,28 @@ def parse_args(*declarations):
     )
     parser.error = exit_with_error
     add = parser.add_argument
+    whole = positive(int)
+    real = positive(float)
     add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
     add("--epochs", type=int, default=30, help="passes (%(default)s); 0 only evaluates")
-    add("--max-steps", type=int, help="stop after so many steps")
-    add("--batch-size", type=int, default=128, help="largest microbatch (%(default)s)")
-    add("--global-batch-size", type=int, help="samples per step, all processes")
-    add("--lr", type=float, default=0.1, help="learning rate, see make_optimizer (%(default)s)")
-    add("--clip-norm", type=float, help="clip the gradient to this norm")
+    add("--max-steps", type=whole, help="stop after so many steps")
+    add("--batch-size", type=whole, default=128, help="largest microbatch (%(default)s)")
+    add("--global-batch-size", type=whole, help="samples per step, all processes")
+    add("--lr", type=real, default=0.1, help="learning rate, see make_optimizer (%(default)s)")
+    add("--clip-norm", type=real, help="clip the gradient to this norm")
     add("--seed", type=int, default=0, help="of all random numbers (%(default)s)")
     on_cpu = utils.parse_flag_from_env("ACCELERATE_USE_CPU")  # accelerate launch --cpu
     add("--cpu", action="store_true", default=on_cpu, help="train on CPU")
-    add("--threads", type=int, help="CPU threads (cores / processes)")
+    add("--threads", type=whole, help="CPU threads (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="default: %(default)s")
-    add("--checkpoint-every", type=int, help="steps between checkpoints")
-    add("--keep", type=int, default=2, help="kept checkpoints (%(default)s)")
-    add("--log-every", type=int, help="steps between lines (GPUs: 50, CPU: 10)")
+    add("--checkpoint-every", type=whole, help="steps between checkpoints")
+    add("--keep", type=whole, default=2, help="kept checkpoints (%(default)s)")
+    add("--log-every", type=whole, help="steps between lines (GPUs: 50, CPU: 10)")
     add("--tracker", help="tensorboard, wandb, ...")
-    add("--hang-timeout", type=float, default=600, help="seconds without a step (%(default)s)")
+    add("--hang-timeout", type=real, default=600, help="seconds without a step (%(default)s)")
     for declare in declarations:
         declare(parser)
     args = parser.parse_args()
-    for name in POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            exit_with_error(f"argument --{name.replace('_', '-')}: {value} is not above 0")
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
     return args
@@ -921,7 +1243,6 @@ def parse_args(*declarations):
 
 def lock_output_directory(directory):
     """Make the directory. Exit with an error if another run uses it."""
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if RANK > 0:
         return
@@ -933,24 +1254,24 @@ def lock_output_directory(directory):
         exit_with_error(f"--output-dir {directory} is in use by another run")
     except OSError as error:  # some NFS and Lustre servers have no locks
         say(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
-    checkpoints = sorted(directory.glob("step-*"))
-    set_run_id(directory / "run.id", resumes=bool(checkpoints))
-    keep_script(directory, checkpoints)
 
 
-def set_run_id(path, resumes):
+def set_run_id(directory):
     """Give the run a random id, or its former one if it resumes: for W&B, and for `find`."""
-    if not (resumes and path.exists()):
-        replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
-    os.environ.setdefault("WANDB_RUN_ID", path.read_text())
-    os.environ.setdefault("WANDB_RESUME", "allow")
+    path = directory / "run.id"
+    if RANK == 0:
+        if not (path.exists() and any(directory.glob("step-*"))):
+            replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
+        os.environ.setdefault("WANDB_RUN_ID", path.read_text())
+        os.environ.setdefault("WANDB_RESUME", "allow")
 
 
-def keep_script(directory, checkpoints):
+def keep_script(directory):
     """Copy this file into the directory. Another one that wrote the checkpoints stays there."""
     copy = directory / Path(__file__).name
-    if copy.exists() and copy.read_bytes() == Path(__file__).read_bytes():
+    if RANK > 0 or (copy.exists() and copy.read_bytes() == Path(__file__).read_bytes()):
         return
+    checkpoints = sorted(directory.glob("step-*"))
     if copy.exists() and checkpoints:
         earlier = copy.with_name(f"{RECIPE}.{checkpoints[-1].stem}.py")
         if not earlier.exists():
@@ -959,53 +1280,14 @@ def keep_script(directory, checkpoints):
     shutil.copyfile(__file__, copy)
 
 
-def make_accelerator(args, precision, *handlers):
-    """Return the Accelerator, with a `store`, and a `cpu_group` for gloo (None for one process)."""
-    faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
+def exit_if_config_is_ignored(precision):
+    """Exit with an error if the launcher was told to do something that this recipe would ignore."""
     mixed_precision = "no" if precision == "fp32" else precision
     supported = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
     for name in (*UNSUPPORTED, *supported):
         value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
         if value not in ("no", "false", supported.get(name)):  # it would be ignored
             exit_with_error(f"the launcher's {name.lower()} is {value}: see this recipe's --help")
-    gpus, threads = choose_device(args)
-    args.log_every = args.log_every or (50 if gpus else 10)
-    store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
-    loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
-    loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
-    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` counts them
-    accelerator = Accelerator(
-        cpu=not gpus,  # or processes on a machine without GPUs would not see each other
-        mixed_precision=mixed_precision,
-        log_with=args.tracker,
-        project_dir=args.output_dir,
-        dataloader_config=loading,
-        gradient_accumulation_plugin=plugin,
-        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
-    )
-    if WORLD_SIZE != accelerator.num_processes:
-        exit_with_error("processes do not see each other: start them with accelerate launch")
-    torch.set_num_threads(threads)  # here: Accelerate sets another number
-    accelerator.store = store
-    in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
-    accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
-    return accelerator
-
-
-def join_process_group(args, gpus):
-    """Make the process group of all ranks, if they were started alike. Return its store."""
-    store, _, _ = next(distributed.rendezvous("env://"))
-    # The launcher's own store keeps the addresses of processes that died before a restart.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
-    started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
-    exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
-    backend = "nccl" if gpus else "gloo"
-    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
-    distributed.set_debug_level_from_env()
-    distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
-    return store
 
 
 def choose_device(args):
@@ -1038,190 +1320,39 @@ def choose_device(args):
     return gpus, threads
 
 
-def describe(args, accelerator, steps, loaders, optimizer, **more):
-    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
-    git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
-    config = {
-        "recipe": RECIPE,
-        **vars(args),
-        "accumulation": steps.accumulation,
-        "peak_learning_rate": rates if len(rates) > 1 else rates[0],
-        "steps": steps.total,
-        "steps_per_epoch": steps.per_epoch,
-        "samples": [len(loader.dataset) for loader in loaders],
-        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
-        "world_size": accelerator.num_processes,
-        "versions": VERSIONS,
-        "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
-        **more,
-    }
-    return json.loads(json.dumps(config, default=str))  # plain types, to be read again
+def join_process_group(args, gpus):
+    """Make the process group of all ranks, if they were started alike. Return its store."""
+    store, _, _ = next(distributed.rendezvous("env://"))
+    # The launcher's own store keeps the addresses of processes that died before a restart.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
+    started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
+    exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
+    backend = "nccl" if gpus else "gloo"
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
+    distributed.set_debug_level_from_env()
+    distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
+    return store
 
 
-# =============================================================================== this recipe's own
-def add_technique_flags(parser):
-    """Add the flags of this technique, whatever is trained."""
-    add = parser.add_argument
-    add("--compile", action="store_true", help="torch.compile (slow first step)")
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="default: the config's, or bf16")
-
-
-def broadcast_buffers(model):
-    """Before each forward pass, let all ranks use rank 0's buffers, but BatchNorm's: training does
-    not read them, and `evaluate` broadcasts all. DDP would broadcast these in each step."""
-    model.broadcast_buffers = False
-    batchnorm = nn.modules.batchnorm._BatchNorm
-    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
-    buffers = [x for module in others for x in module.buffers(recurse=False)]
-
-    def from_rank_0(*_):
-        utils.broadcast(buffers)  # in place
-
-    if buffers:
-        model.register_forward_pre_hook(from_rank_0)
-
-
-def rebuild_buckets(accelerator, model, batch):
-    """Take a first backward pass: then DDP sums in the order that a resumed run needs."""
-    accelerator.backward(compute_loss(model, batch)["loss"].mean())
-    model.zero_grad()
-
-
-Checkpoints.may_differ |= {"precision_chosen"}
-
-
-def has_bf16(on_gpu):
-    """Return whether the device has instructions for bf16."""
-    if on_gpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
-
-
-def check_bf16(args):
-    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
-    on_gpu = not args.cpu and torch.cuda.is_available()
-    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if args.precision == "bf16" and emulated:
-        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
-
-
-def choose_precision(args):
-    """Return the precision and who chose it: the command line before the launch config, or else
-    this recipe. Exit with an error if it cannot be had: Accelerate would train in fp32."""
-    config = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    on_gpu = not args.cpu and torch.cuda.is_available()
-    precision = "bf16"
-    chosen_by = "by default"
-    if args.precision:
-        precision = args.precision
-        chosen_by = "by --precision"
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # or Accelerate would take the config's
-    elif config != "no":
-        precision = config
-        chosen_by = "by the config"
-    elif not has_bf16(on_gpu):
-        precision = "fp16" if on_gpu else "fp32"
-        chosen_by = "because this device has no bf16 instructions"
-    if precision not in ("bf16", "fp16", "fp32") or (precision == "fp16" and not on_gpu):
-        where = "on a GPU" if on_gpu else "on CPU"
-        exit_with_error(f"no {precision} {where}: choose another --precision")
-    args.precision = precision
-    check_bf16(args)
-    return precision, chosen_by
-
-
-def check_weights_are_fp32(model, precision):
-    """Exit with an error if weights are in 16 bits, as those of pretrained models often are: then
-    fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
-    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if precision != "fp32" and types - {torch.float32, torch.float64}:
-        remedy = "mixed precision needs fp32: return model.float()"
-        exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")
-
-
-def can_fuse(args):
-    """Return whether the optimizer may be fused: not in fp16, in which GradScaler always calls a
-    fused one, so that Accelerate could not see skipped steps. None, not False, which would turn
-    off the multi-tensor (foreach) kernels, too."""
-    return None if args.precision == "fp16" else True
-
-
-def loss_scaling(accelerator, scheduler, step):
-    """Return, in fp16, the loss scale, and how many of `step` steps were skipped: those in which
-    the schedule stayed where it was."""
-    if not accelerator.scaler:
-        return {}
-    scale = accelerator.scaler.get_scale()
-    return {"loss_scale": scale, "skipped_steps": step - scheduler.last_epoch}
-
-
-# ----------------------------------------------------------------------------------------- CIFAR-10
-class ImageTensors(Dataset):
-    """Images (N, H, W, 3) uint8 and labels (N,) int64 on the device. One indexing operation makes a
-    batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
-    `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
-
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
-    def __init__(self, images, labels, device, augmentation_seed=None):
-        self.labels = labels.to(device)
-        self.seed = augmentation_seed
-        self.height, self.width = images.shape[1:3]
-        self.statistics = torch.tensor([self.mean, self.std], device=device)
-        self.padding = pad = 0 if augmentation_seed is None else 4
-        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
-        self.images = padded.to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
-        self.augmentation.share_memory_()  # of each sample: top, left, flip; for persistent workers
-
-    def __len__(self):
-        return len(self.labels)
-
-    def set_epoch(self, epoch):
-        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
-        if self.seed is None:
-            return
-        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
-        generator = torch.Generator().manual_seed(seed)
-        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
-        flips = torch.randint(2, (1, len(self)), generator=generator)
-        self.augmentation[:] = torch.cat((offsets, flips))
-
-    def __getitems__(self, indices):
-        device = self.labels.device
-        index = torch.tensor(indices).to(device, non_blocking=True)
-        top, left, flip = self.augmentation[:, index, None]
-        rows = top + torch.arange(self.height, device=device)
-        columns = torch.arange(self.width, device=device)
-        columns = left + torch.where(flip == 1, columns.flip(0), columns)
-        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        mean, std = self.statistics
-        images = images.float().div_(255).sub_(mean).div_(std)
-        return images.permute(0, 3, 1, 2), self.labels[index]
-
-
-def cifar10(directory, accelerator):
-    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
-    with accelerator.main_process_first(), accelerator.local_main_process_first():
-        try:
-            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
-            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
-        except (OSError, RuntimeError) as error:
-            exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
-    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
-
-
-def synthetic_images(samples, seed):
-    """Ten classes, each a smooth pattern under noise: (N, 32, 32, 3) uint8 and (N,) int64."""
-    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
-    patterns = 128 + 32 * patterns.contiguous()
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (samples,), generator=generator)
-    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
-    return images.clamp_(0, 255).byte(), labels
+def make_accelerator(args, gpus, precision, handlers):
+    """Return the Accelerator. Exit with an error if it does not see all processes."""
+    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Run` counts them
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
+    loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
+    accelerator = Accelerator(
+        cpu=not gpus,  # or processes on a machine without GPUs would not see each other
+        mixed_precision="no" if precision == "fp32" else precision,
+        log_with=args.tracker,
+        project_dir=args.output_dir,
+        dataloader_config=loading,
+        gradient_accumulation_plugin=plugin,
+        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
+    )
+    if WORLD_SIZE != accelerator.num_processes:
+        exit_with_error("processes do not see each other: start them with accelerate launch")
+    return accelerator
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def build_model(args):
     return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     """Return {"loss": (B,) float, "accuracy": (B,) bool}. The mean of "loss" is minimised."""
     images, labels = batch
     logits = model(images)
@@ -145,13 +145,13 @@ def make_accelerator(args):
 
 
 @torch.no_grad()
-def evaluate(model, loader):
+def evaluate(model, loader, args):
     """Return {"test_loss": mean, "test_accuracy": mean} over the test set."""
     model.eval()
     sums = {"loss": 0, "accuracy": 0}
     for batch in loader:
-        for name, values in compute_loss(model, batch).items():
-            sums[name] += values.double().sum()
+        for name, value in compute_loss(model, batch, args).items():
+            sums[name] += value.double().sum()
     model.train()
     return {f"test_{name}": total.item() / len(loader.dataset) for name, total in sums.items()}
 
@@ -188,14 +188,14 @@ def main():
             for batch in train_loader:
                 step += 1
                 seed_rng(args.seed, step, 0)  # as ddp_cifar.py on one process
-                metrics = compute_loss(model, batch)
-                accelerator.backward(metrics["loss"].mean())
+                values = compute_loss(model, batch, args)
+                accelerator.backward(values["loss"].mean())
                 learning_rate = scheduler.get_last_lr()[0]
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                for name, values in metrics.items():
-                    sums[name] += values.detach().double().sum()  # still on the GPU
+                for name, value in values.items():
+                    sums[name] += value.detach().double().sum()  # still on the GPU
                 samples += args.batch_size
                 ends = step % len(train_loader) == 0 or step == total_steps
                 if ends or step % args.log_every == 0:
@@ -208,7 +208,7 @@ def main():
                     clock = time.perf_counter()
                 if step == total_steps:
                     break
-            newest |= write(file, "evaluation", epoch, step, evaluate(model, test_loader))
+            newest |= write(file, "evaluation", epoch, step, evaluate(model, test_loader, args))
 
     accelerator.save_model(model, args.output_dir)  # without "module."
     Path(args.output_dir, "summary.json").write_text(json.dumps(config | newest, indent=2) + "\n")

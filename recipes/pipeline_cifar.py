@@ -30,9 +30,10 @@ import threading
 import time
 import traceback
 import zipfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
@@ -87,9 +88,9 @@ def build_model(args):
     else:
         model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
         if args.stem == "cifar":
-            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # small images stay as large
+            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # keeps small images large
             model.maxpool = nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
+    return model.to(memory_format=torch.channels_last)  # fastest for convolutions
 
 
 def model_blocks(model):
@@ -98,17 +99,25 @@ def model_blocks(model):
     return resnet_blocks(model) if is_resnet else sequential_blocks(model)
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     """Return {"loss": (B,) float, "your metric": (B,) float or bool, ...}. Replace this.
 
     The last stage calls this for each chunk: `batch` is (None, labels), and `model` a function that
     returns the outputs. The mean of "loss" is minimised. For samples that count unequally add
     "weight": (B,), which weights all means over the whole global batch: for a sequence, "loss" is
-    the mean over its tokens and "weight" their number. For class weights multiply the loss."""
+    the mean over its tokens and "weight" their number. For class weights multiply the loss.
+    "outputs" are for `test_metrics`."""
     images, labels = batch
     logits = model(images)
     loss = F.cross_entropy(logits, labels, reduction="none")
     return {"loss": loss, "accuracy": logits.argmax(1) == labels}
+
+
+def test_metrics(outputs, args):
+    """Return {"your metric": number} of the whole test set, for metrics that are no means over
+    samples. `outputs` is a list with what `compute_loss` returns as "outputs", which has a row of a
+    tensor or an object for each sample, in the order of the test set. Replace this."""
+    return {}
 
 
 def make_optimizer(model, args, total_steps):
@@ -123,157 +132,722 @@ def make_optimizer(model, args, total_steps):
     return optimizer, schedule
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, args, step, measure_norm):
-    """Take one optimizer step over an iterator of batches. Return their metrics and, if it is
-    measured or clipped, the gradient's norm before clipping, else None: all still on the device."""
-    metrics = []
+def train_step(run, model, optimizer, scheduler, microbatches):
+    """Take one optimizer step over an iterator of batches. Return their values, and the norm of the
+    gradient before clipping, or None if it is not needed. All stay on the device."""
+    accelerator, args = run.accelerator, run.args
+    step_values = []
     for index, batch in enumerate(microbatches):
-        # In the whole step: any number of pipelines draws the same dropout; its stages differ.
+        # The number in the whole step: dropout is then the same on any number of pipelines.
         number = index * model.replicas.size() + model.replicas.rank()
-        seed_rng(args.seed, step, number, model.group.rank())
-        metrics.append(run_pipeline(model, batch))  # forward and backward, chunk by chunk
-    divide_by_mean_weight(accelerator, model, metrics)
+        seed_rng(args.seed, run.step, number, model.group.rank())
+        step_values.append(run_pipeline(model, batch))  # forward and backward, chunk by chunk
+    divide_by_mean_weight(accelerator, model, step_values)
     grad_norm = None
-    if args.clip_norm or measure_norm:
+    if args.clip_norm or run.line_due:
         grad_norm = clip_both_stages(accelerator, model, args.clip_norm)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    return metrics, grad_norm
+    return step_values, grad_norm
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, hang, stop):
-    """Return {"test_loss": mean, ...} over the test set, or None if a signal stops the run."""
+def evaluate(run, model, loader):
+    """Return {"test_loss": mean, ...} over the test set. A signal ends the run after a batch."""
     loader.set_epoch(0)  # the same random transforms in each evaluation
-    modes = {module: module.training for module in model.modules()}  # frozen ones are in eval mode
+    modes = {module: module.training for module in model.modules()}  # a frozen one may be in eval
     model.eval()
     send_buffers(model, model.buffers())  # all use the first pipeline's BatchNorm statistics
     sums = 0
+    gathered = []
     for index, batch in enumerate(loader):
         number = index * model.replicas.size() + model.replicas.rank()
         seed_rng("evaluation", number, model.group.rank())
-        rows = sample_rows(run_pipeline(model, batch))
-        sums += rows[: samples_left(model, loader, index)].sum(0)  # drops the padding
-        hang.progress += 1
-        if stop.vote():
-            return None
+        values = run_pipeline(model, batch)
+        left = samples_left(model, loader, index)
+        sums += sample_rows(values)[:left].sum(0)  # drops the padding
+        gathered += gather_from_last_stages(model, left)
+        run.exit_if_stopped()
     for module, mode in modes.items():
         module.training = mode
-    values = means(model.metric_names, accelerator.reduce(sums), len(loader.dataset))
-    return {f"test_{name}": value for name, value in values.items()}
+    results = means(values, run.accelerator.reduce(sums), len(loader.dataset))
+    results |= run.on_main_process(test_metrics, gathered, run.args)
+    return {f"test_{name}": value for name, value in results.items()}
 
 
 def main():
     args = parse_args(add_technique_flags, add_flags)
-    lock_output_directory(args.output_dir)
-    pipelines = count_pipelines(args)
-    accelerator = make_accelerator(args, args.precision)
+    shape = {"replicas": count_pipelines(args), "multiple": args.chunks}
+    run = Run(args, args.precision, storage=PipelineStorage, **shape)
+    run.may_differ = {"schedule", "chunks"}
     check_bf16(args)
-    accumulation = set_batch_sizes(args, accelerator, pipelines, args.chunks)
-    seed_rng(args.seed)  # for the initial weights
-    loaders = reproducible(load_data(args, accelerator), args)
-    train_loader, test_loader = prepare_loaders(accelerator, loaders)
-    steps = Steps(train_loader, accumulation, args)
-
+    accelerator = run.accelerator
+    train_loader, test_loader = run.prepare_data(load_data(args, accelerator), prepare_loaders)
     model = load_weights(build_model(args), args.weights)
-    model = Pipeline(args, accelerator, model_blocks(model))
-    optimizer, scheduler = make_optimizer(model, args, steps.total)
+    blocks = model_blocks(model)
+    set_split(args, list(blocks))
+    model = Pipeline(args, accelerator, blocks)
+    optimizer, scheduler = make_optimizer(model, args, run.total_steps)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     optimizer = accelerator.prepare(optimizer)
-
     plain = accelerator.unwrap_model(model.stage)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
-    config = describe(args, accelerator, steps, loaders, optimizer, **describe_stages(args, plain))
-    checkpoints = PipelineCheckpoints(accelerator, config, states)
-    stop = StopSignal(accelerator)  # above what starts DataLoader's workers: signals would end them
-    checkpoint = checkpoints.find()
-    set_up_stages(model, next(iter(train_loader)))
-    if checkpoint:
-        checkpoints.load_states(checkpoint["states"])
-        steps.resumed_from = checkpoint["step"]
-    metrics = Metrics(accelerator, config, steps, checkpoint["metrics"] if checkpoint else "")
-    del checkpoint  # its file is mapped: deleted by a later save, it would still take disk space
-    hang = HangDetector(accelerator, args)
-
-    for epoch in steps.epochs_left():
-        metrics.start_clock()
-        for step, microbatches in steps.left_in(epoch):
-            learning_rate = scheduler.get_last_lr()[0]
-            save_due = checkpoints.due(step)
-            line_due = save_due or step % args.log_every == 0
-            values, grad_norm = train_step(
-                accelerator, model, optimizer, scheduler, microbatches, args, step, line_due
-            )
-            metrics.add(step, values)
-            hang.progress += 1
-            stopping = stop.vote()  # a signal, the same on all ranks, or 0
-            if line_due or stopping:
-                weight_norm = nn.utils.get_total_norm(model.parameters())
-                # A run whose loss or weights are not finite ends here, before it saves them.
-                metrics.log(weight_norm, learning_rate, grad_norm)
-            if save_due or stopping:
-                metrics.write("checkpoint", {"save_seconds": checkpoints.save(step, metrics.text)})
-                metrics.start_clock()
-            exit_if_stopped(accelerator, stopping, step)
-        test = evaluate(accelerator, model, test_loader, hang, stop)
-        exit_if_stopped(accelerator, stop.vote(), metrics.step)
-        metrics.write("evaluation", test)
-
-    hang.closed.set()
-    save_whole_model(accelerator, plain, args.output_dir)
-    metrics.finish()
-    # The model goes before the process groups that it uses: at exit, gloo may abort.
+    run.facts = describe_stages(args, plain)
+    run.resume(states)
+    set_up_stages(model, train_loader)
+    for epoch in run.epochs():
+        for microbatches in run.steps(epoch):
+            values, grad_norm = train_step(run, model, optimizer, scheduler, microbatches)
+            run.log_save_or_stop(values, grad_norm)
+        run.log_evaluation(evaluate(run, model, test_loader))
+    run.finish()
+    # Free the model before its process groups: otherwise gloo may abort at exit.
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     accelerator.end_training()
 
 
-# ===================================== shared infrastructure 3ac357ced6e4: identical in all recipes
+STAGES = 2
+
+
+# ----------------------------------------------------------------------------------- flags and data
+def add_technique_flags(parser):
+    """Add the flags of the pipeline. `gpipe` takes all chunks forward, then all backward (Huang et
+    al. 2019, arXiv:1811.06965). `1f1b` alternates, and keeps fewer activations (PipeDream-Flush,
+    Narayanan et al. 2021, arXiv:2006.09503)."""
+    add = parser.add_argument
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
+    add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="default: gpipe")
+    add("--chunks", type=positive(int), default=8, help="parts of each batch (8)")
+    add("--split", help="first block of the second stage (the middle; ResNet-50: equal times)")
+
+
+def check_bf16(args):
+    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
+    on_gpu = not args.cpu and torch.cuda.is_available()
+    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.precision == "bf16" and emulated:
+        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
+
+
+def count_pipelines(args):
+    """Return how many pipelines the processes make. Exit with an error if they cannot make any."""
+    if WORLD_SIZE % STAGES:
+        remedy = "launch an even number, for example --num_processes 2"
+        exit_with_error(f"a pipeline takes two processes, not {WORLD_SIZE}: {remedy}")
+    if args.batch_size % args.chunks:
+        exit_with_error(f"argument --chunks: choose a divisor of {args.batch_size}, the batch size")
+    if args.schedule == "1f1b" and args.chunks < STAGES:
+        exit_with_error(f"argument --chunks: 1f1b needs at least {STAGES}, gpipe does not")
+    return WORLD_SIZE // STAGES
+
+
+def prepare_loaders(accelerator, *loaders):
+    """Divide the batches among the pipelines. `accelerator.prepare` would divide them among all
+    processes, so that the two stages of a pipeline would read different ones."""
+    options = {
+        "device": accelerator.device,
+        "put_on_device": True,
+        "num_processes": accelerator.num_processes // STAGES,
+        "process_index": accelerator.process_index // STAGES,
+        "use_seedable_sampler": True,
+        "data_seed": accelerator.dataloader_config.data_seed,
+        "non_blocking": True,
+    }
+    return [accelerate.data_loader.prepare_data_loader(loader, **options) for loader in loaders]
+
+
+# ------------------------------------------------------------------------------------------- stages
+def resnet_blocks(model):
+    """Return the blocks of torchvision's ResNet, for `model_blocks`."""
+    blocks = {}
+    for name, child in model.named_children():
+        if name == "fc":
+            blocks["flatten"] = nn.Flatten()  # a function call in ResNet's forward
+        if isinstance(child, nn.Sequential):
+            blocks |= {f"{name}.{index}": block for index, block in enumerate(child)}
+        else:
+            blocks[name] = child
+    return blocks
+
+
+def sequential_blocks(model):
+    """Return the blocks of an nn.Sequential. Exit with an error if the model has a `forward` of its
+    own, which a pipeline would not call."""
+    if type(model).forward is not nn.Sequential.forward:
+        remedy = "make it an nn.Sequential, or edit model_blocks"
+        exit_with_error(f"cannot cut {type(model).__name__}: {remedy}")
+    return dict(model._modules)  # named_children has a module only once
+
+
+def set_split(args, names):
+    """Set the block that the second stage begins with, unless the flag does. It is the block where
+    both stages take about equal time, measured for ResNet-50 on CPU in chunks of 128 samples, and
+    the middle block of any other model."""
+    if not args.split:
+        measured = {"cifar": "layer3.0", "imagenet": "layer3.2"}.get(getattr(args, "stem", None))
+        args.split = measured if measured in names else names[len(names) // 2]
+    if args.split not in names[1:]:
+        choices = ", ".join(names[1:])
+        exit_with_error(f"argument --split: {args.split} is not one of {choices}")
+
+
+def cut(blocks, split):
+    """Return the blocks of each stage. The second stage begins with the block `split`."""
+    names = list(blocks)
+    where = names.index(split)
+    stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
+    first, second = [set(nn.ModuleList(stage.values()).parameters()) for stage in stages]
+    if not (first and second):
+        exit_with_error(f"argument --split: {split} gives a stage without parameters")
+    if first & second:
+        remedy = "choose a --split that has both uses on one side, or untie it"
+        exit_with_error(f"the two stages share a parameter (tied weights): {remedy}")
+    return stages
+
+
+class Stage(nn.Sequential):
+    """Some blocks of a model in a row. Point-to-point communication (P2P) requires that its outputs
+    and the gradients of its inputs are contiguous."""
+
+    def __init__(self, blocks, autocast):
+        super().__init__()
+        self.autocast = autocast
+        for name, block in blocks.items():
+            # A module's name must not contain a dot. `PipelineStorage` restores the names.
+            self.add_module(name.replace(".", "/"), block)
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(torch.Tensor.contiguous)
+        # channels_last as in the whole model. A copy, because the first block may work in place.
+        x = x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
+        with self.autocast():
+            return super().forward(x).contiguous()
+
+
+class Pipeline(nn.Module):
+    """This process's stage of a model made of `blocks`, and the schedule that takes batches through
+    both stages."""
+
+    def __init__(self, args, accelerator, blocks):
+        super().__init__()
+        index = accelerator.process_index % STAGES
+        stage = Stage(cut(blocks, args.split)[index], accelerator.autocast).to(accelerator.device)
+        # Neighbours in rank are a pipeline. The processes with the same stage are its replicas.
+        ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
+        make_groups = distributed.new_subgroups_by_enumeration
+        self.group, _ = make_groups(ranks.tolist(), TIMEOUT)
+        self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
+        self.stage = stage
+        if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
+            self.stage = average_gradients(stage, self.replicas)
+        # Training does not read BatchNorm's buffers: only `evaluate` sends those.
+        batchnorm = nn.modules.batchnorm._BatchNorm
+        others = [module for module in stage.modules() if not isinstance(module, batchnorm)]
+        self.other_buffers = [x for module in others for x in module.buffers(recurse=False)]
+        self.batch_size = args.batch_size
+        self.batch_shapes = None  # of the first batch
+        self.chunks = args.chunks
+        self.chunk_values = []  # on the last stage, of the chunks of a batch
+        self.keys = []  # of what `compute_loss` returns
+        parts = (args.chunks, accelerator.gradient_accumulation_steps)
+
+        def loss(outputs, targets):
+            return part_of_loss(outputs, targets, args, parts, self.chunk_values)
+
+        stage = PipelineStage(self.stage, index, STAGES, accelerator.device, group=self.group)
+        schedule = schedules.get_schedule_class(args.schedule)
+        self.schedule = schedule(stage, args.chunks, loss, scale_grads=False)
+
+
+def average_gradients(stage, replicas):
+    """Return the stage in DDP, which averages its gradients with those of its replicas. Accelerate
+    would average over all processes, which have two different stages."""
+    ddp = nn.parallel.DistributedDataParallel(
+        stage, process_group=replicas, gradient_as_bucket_view=True
+    )
+    ddp.require_backward_grad_sync = False  # PipelineStage starts it in a batch's last backward
+    ddp.broadcast_buffers = False  # `send_buffers` does this
+    return ddp
+
+
+def set_up_stages(model, loader):
+    """Take a batch through both stages before the first step, and undo its effects. Torch learns
+    the shapes, in some versions with one more chunk, which BatchNorm would count. After it DDP sums
+    gradients in another order, so that a resumed run rounds as the interrupted one did."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    run_pipeline(model, next(iter(loader)))
+    model.zero_grad()
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
+
+
+def part_of_loss(outputs, targets, args, parts, seen):
+    """Return the loss of one chunk, divided by the number of chunks in a step: `parts` is (chunks
+    per batch, batches per step). Append what `compute_loss` returns for the chunk to `seen`."""
+    outputs = utils.convert_to_fp32(outputs)  # P2P sends them in the dtype of the computation
+    values, of_samples = checked(compute_loss(lambda inputs: outputs, (None, targets), args))
+    seen.append({name: value.detach() for name, value in values.items()})
+    if of_samples is not None:
+        seen[-1]["outputs"] = of_samples
+    loss = (values["loss"] * values.get("weight", 1)).mean()
+    return loss / parts[0] / parts[1]
+
+
+# ---------------------------------------------------------------------------- batches and gradients
+def run_pipeline(model, batch):
+    """Take a batch forward and, in training, backward through both stages. Return the values of
+    `compute_loss`, of each sample on the last stage and of none on the first."""
+    inputs, targets = filled_up(model, batch)
+    run = model.schedule.eval
+    if model.training:
+        send_buffers(model, model.other_buffers)
+        run = model.schedule.step
+    is_last = model.group.rank() == STAGES - 1
+    model.chunk_values.clear()
+    if is_last:
+        run(target=targets, return_outputs=False)  # does not keep the outputs of the whole batch
+    else:
+        run(inputs)
+    if not model.keys:  # the first stage does not call `compute_loss`
+        keys = [list(model.chunk_values[0]) if is_last else None]
+        utils.broadcast_object_list(keys, from_process=STAGES - 1)
+        model.keys = keys[0]
+    names = [name for name in model.keys if name != "outputs"]
+    if not is_last:
+        return dict.fromkeys(names, torch.zeros(0, device=inputs.device))
+    # Torch may have taken one more chunk through both stages before, to learn the shapes.
+    del model.chunk_values[: -model.chunks]
+    if any(list(chunk) != model.keys for chunk in model.chunk_values):
+        exit_with_error("compute_loss: return the same keys for every batch, also in evaluations")
+    samples = len(batch[1])
+    return {x: torch.cat([chunk[x] for chunk in model.chunk_values])[:samples] for x in names}
+
+
+def gather_from_last_stages(model, samples):
+    """Return the "outputs" of each pipeline's batch, of which this one has `samples` that count: a
+    list in the order of the test set, which is empty if `compute_loss` returns none."""
+    if "outputs" not in model.keys:
+        return []
+    rows = [row for chunk in model.chunk_values for row in chunk["outputs"]][:samples]
+    # A row of a tensor is cloned, or the whole tensor would be sent with it.
+    rows = [row.clone() if torch.is_tensor(row) else row for row in rows]
+    return utils.gather_object(utils.send_to_device(rows, "cpu"))
+
+
+def filled_up(model, batch):
+    """Return a batch in which samples are repeated if it is incomplete. Exit with an error unless
+    it is two tensors of the first batch's shapes, for which P2P is set up."""
+    if [torch.is_tensor(x) for x in batch] != [True, True]:
+        exit_with_error("load_data: a batch must be two tensors, inputs and targets")
+    copies = math.ceil(model.batch_size / len(batch[1]))
+    if copies > 1:
+        batch = [torch.cat([x] * copies)[: model.batch_size] for x in batch]
+    shapes = [tuple(x.shape) for x in batch]
+    model.batch_shapes = model.batch_shapes or shapes
+    if shapes != model.batch_shapes:
+        rule = f"all batches must have the first one's shapes {model.batch_shapes}"
+        exit_with_error(f"load_data: {rule}, not {shapes}")
+    return batch
+
+
+def samples_left(model, loader, index):
+    """Return how many samples of the test set are left for this pipeline's batch `index`. If the
+    batch has more, Accelerate has added them to give all pipelines equally many batches."""
+    size = loader.batch_sampler.batch_size
+    before = (index * model.replicas.size() + model.replicas.rank()) * size
+    return max(0, len(loader.dataset) - before)
+
+
+def send_buffers(model, buffers):
+    """Send this stage's buffers in the first pipeline to the other pipelines."""
+    for buffer in buffers:
+        distributed.broadcast(buffer, group=model.replicas, group_src=0)
+
+
+def clip_both_stages(accelerator, model, clip_norm):
+    """Clip the gradients by the norm of the whole model's gradient, of which this process has one
+    stage. Return the norm. A frozen stage has no gradients."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float32)
+    squares = norm**2
+    distributed.all_reduce(squares, group=model.group)
+    norm = squares.sqrt()
+    if clip_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
+    return norm
+
+
+# ------------------------------------------------------------------------------- both stages' state
+def describe_stages(args, stage):
+    """Return the facts that `Run.resume` shows and saves with the flags."""
+    names = [name.replace("/", ".") for name in stage._modules]
+    parameters = sum(p.numel() for p in stage.parameters())
+    stages = utils.gather_object([f"{names[0]} to {names[-1]}: {parameters:,} parameters"])
+    bubble = 1 / (args.chunks + 1)
+    return {"pipelines": len(stages) // STAGES, "stages": stages[:STAGES], "bubble": bubble}
+
+
+class PipelineStorage:
+    """Keeps both stages of the first pipeline in one file: "states" is a list of theirs."""
+
+    parts = STAGES
+
+    def __init__(self, run, states):
+        self.run = run
+        self.states = states
+        self.file = FileStorage(run, states)
+        self.pattern = self.file.pattern
+        self.read = self.file.read
+        self.write = self.file.write
+        self.delete = self.file.delete
+
+    def collect(self):
+        return collect_both_stages(self.run, self.file.collect())
+
+    def load(self, saved):
+        self.file.load(saved[RANK % STAGES])
+
+    def collect_weights(self):
+        """Return the weights of both stages on the main process, named as in the whole model. A
+        tensor that has several names (tied weights) is there once, by its first name."""
+        model = self.states["model"]
+        names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
+        own = {name: x for name, x in model.state_dict().items() if name in names.values()}
+        stages = collect_both_stages(self.run, {"model": own}) or []
+        weights = [(name, x) for stage in stages for name, x in stage["model"].items()]
+        return {name.replace("/", "."): x.contiguous() for name, x in weights}
+
+
+def collect_both_stages(run, own):
+    """Return [first, second] on the main process: the dictionary `own` of both stages of the first
+    pipeline, on the CPU. It travels by gloo: NCCL would take it through the GPUs' memory. It
+    travels value by value: each one is pickled, which needs as much memory again."""
+    if RANK >= STAGES:
+        return None
+    own = utils.send_to_device(own, "cpu")
+    second = {}
+    for name, value in own.items():
+        parcel = [value]
+        if RANK == 0:
+            distributed.recv_object_list(parcel, 1, run.cpu_group)
+        else:
+            distributed.send_object_list(parcel, 0, run.cpu_group)
+        second[name] = parcel[0]
+    return [own, second]
+
+
+# ----------------------------------------------------------------------------------------- CIFAR-10
+class ImageTensors(Dataset):
+    """Images (N, H, W, 3) uint8 and labels (N,) int64 on the device. One indexing operation makes a
+    batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
+    `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
+
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, images, labels, device, augmentation_seed=None):
+        self.labels = labels.to(device)
+        self.seed = augmentation_seed
+        self.height, self.width = images.shape[1:3]
+        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.padding = pad = 0 if augmentation_seed is None else 4
+        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
+        self.images = padded.to(device)
+        # The rows are top, left and flip, the columns samples.
+        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
+        self.augmentation.share_memory_()  # persistent workers read the same numbers
+
+    def __len__(self):
+        return len(self.labels)
+
+    def set_epoch(self, epoch):
+        """Draw each sample's crop and flip: a function of (seed, epoch, index) alone."""
+        if self.seed is None:
+            return
+        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
+        generator = torch.Generator().manual_seed(seed)
+        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
+        flips = torch.randint(2, (1, len(self)), generator=generator)
+        self.augmentation[:] = torch.cat((offsets, flips))
+
+    def __getitems__(self, indices):
+        device = self.labels.device
+        index = torch.tensor(indices).to(device, non_blocking=True)
+        top, left, flip = self.augmentation[:, index, None]
+        rows = top + torch.arange(self.height, device=device)
+        columns = torch.arange(self.width, device=device)
+        columns = left + torch.where(flip == 1, columns.flip(0), columns)
+        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+        mean, std = self.statistics
+        images = images.float().div_(255).sub_(mean).div_(std)
+        return images.permute(0, 3, 1, 2), self.labels[index]
+
+
+def cifar10(directory, accelerator):
+    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        try:
+            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
+            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
+        except (OSError, RuntimeError) as error:
+            exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
+    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
+
+
+def synthetic_images(samples, seed):
+    """Return ten classes, smooth patterns with noise: (N, 32, 32, 3) uint8 and (N,) int64."""
+    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
+    patterns = 128 + 32 * patterns.contiguous()
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (samples,), generator=generator)
+    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
+    return images.clamp_(0, 255).byte(), labels
+
+
+# ===================================== shared infrastructure ca3115a5cb11: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-LAUNCHER = os.getppid()  # read early: after its death it is another
+LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
-UNFINISHED = "unfinished.tmp"  # a file's name while it is written
-TIMEOUT = timedelta(days=1)  # of collectives: any save takes less. HangDetector ends what hangs
+UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
+TIMEOUT = timedelta(days=1)  # of collectives. HangDetector ends a run that hangs
+
+
+# ------------------------------------------------------------------------------------------ the run
+class Run:
+    """A training run: its Accelerator and flags, and what is counted, logged, saved and watched
+    around its steps. Results depend on the order in which its methods do things.
+
+    `handlers` are Accelerate's. A global batch is divided among `replicas` of the model, and into
+    microbatches of a multiple of `multiple` samples. `storage` is the class that reads and writes
+    checkpoints: FileStorage, unless one is given."""
+
+    def __init__(self, args, precision, *handlers, replicas=WORLD_SIZE, multiple=1, storage=None):
+        self.args = args
+        self.precision = precision
+        self.storage_type = storage
+        self.may_differ = set()  # flags of this recipe that a resumed run need not repeat
+        self.facts = {}  # shown and saved with the flags; they may differ, too
+        self.directory = Path(args.output_dir)
+        lock_output_directory(self.directory)
+        set_run_id(self.directory)
+        keep_script(self.directory)
+        faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
+        exit_if_config_is_ignored(precision)
+        gpus, threads = choose_device(args)
+        self.log_every = args.log_every or (50 if gpus else 10)
+        self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
+        self.accelerator = make_accelerator(args, gpus, precision, handlers)
+        torch.set_num_threads(threads)  # after Accelerate, which sets another number
+        # A second group on the CPUs: gloo does not wait for the GPUs.
+        self.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if WORLD_SIZE > 1 else None
+        self.accumulation = set_batch_sizes(args, replicas, multiple)
+        self.accelerator.gradient_accumulation_steps = self.accumulation
+        seed_rng(args.seed)  # for the initial weights
+        self.step = 0  # the newest one
+        self.resumed_from = 0  # the step of the loaded checkpoint
+
+    def prepare_data(self, loaders, prepare=Accelerator.prepare):
+        """Return the loaders of `load_data`, made reproducible, and divided among the processes. An
+        incomplete last global batch is dropped."""
+        args = self.args
+        loaders = reproducible(loaders, args)
+        self.samples = [len(loader.dataset) for loader in loaders]
+        loaders = prepare(self.accelerator, *loaders)
+        self.train_loader = loaders[0]
+        self.steps_per_epoch = len(self.train_loader) // self.accumulation
+        if self.steps_per_epoch == 0:
+            exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
+        self.total_steps = min(args.epochs * self.steps_per_epoch, args.max_steps or math.inf)
+        return loaders
+
+    def resume(self, states):
+        """Load the newest intact checkpoint, if there is one, into `states`: {name: object with a
+        state_dict}. From here on a signal stops the run after a step, and a hang ends it."""
+        self.model = states["model"]
+        self.scheduler = states["scheduler"]
+        self.config = self.describe(states["optimizer"])
+        self.storage = (self.storage_type or FileStorage)(self, states)
+        self.checkpoints = Checkpoints(self)
+        # Before a DataLoader starts workers: they inherit that signals do not end them.
+        self.stop = StopSignal(self.cpu_group)
+        # Not an attribute: a mapped file keeps its disk space after a later save deletes it.
+        checkpoint = self.checkpoints.find()
+        if checkpoint:
+            self.storage.load(checkpoint["states"])
+            self.step = self.resumed_from = checkpoint["step"]
+        self.metrics = Metrics(self, checkpoint["metrics"] if checkpoint else "")
+        self.hang = HangDetector(self)
+
+    def describe(self, optimizer):
+        """Return what summary.json and each checkpoint say: the flags, and what ran where."""
+        git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
+        rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
+        on_gpu = self.accelerator.device.type == "cuda"
+        config = {
+            "recipe": RECIPE,
+            **vars(self.args),
+            "precision": self.precision,
+            "log_every": self.log_every,
+            "accumulation": self.accumulation,
+            "peak_learning_rate": rates if len(rates) > 1 else rates[0],
+            "steps": self.total_steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "samples": self.samples,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "world_size": WORLD_SIZE,
+            "versions": VERSIONS,
+            "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
+            **self.facts,
+        }
+        return json.loads(json.dumps(config, default=str))  # plain types, to be read again
+
+    def epoch_of(self, step):
+        return max(step - 1, 0) // self.steps_per_epoch
+
+    def epochs(self):
+        """Yield the epochs left, also one saved after its last step: its evaluation is missing."""
+        for epoch in range(self.epoch_of(self.step), self.epoch_of(self.total_steps) + 1):
+            self.metrics.start_line()
+            yield epoch
+
+    def steps(self, epoch):
+        """Yield, for each step that is left of an epoch, an iterator over its microbatches."""
+        before = epoch * self.steps_per_epoch
+        done = max(before, self.step)
+        skipped = (done - before) * self.accumulation
+        loader = skip_first_batches(self.train_loader, skipped) if skipped else self.train_loader
+        loader.set_epoch(epoch)  # for the order. Before Accelerate 1.15 skipping resets it
+        loader.dataset.set_epoch(epoch)  # for random transforms
+        batches = iter(loader)
+        for step in range(done + 1, min(before + self.steps_per_epoch, self.total_steps) + 1):
+            self.step = step
+            self.learning_rate = self.scheduler.get_last_lr()[0]
+            self.save_due = self.checkpoints.due(step)
+            self.line_due = self.save_due or step % self.log_every == 0
+            microbatches = (self.metrics.timed_next(batches) for _ in range(self.accumulation))
+            yield microbatches
+            list(microbatches)  # skips those that the step has not taken
+
+    def log_save_or_stop(self, values, grad_norm=None, details=dict):
+        """Do what is due after a step with these `values`. A run whose loss or weights must not be
+        saved ends before they are. `details` returns more numbers for a line."""
+        self.metrics.add(values)
+        self.hang.progress += 1
+        stopping = self.stop.vote()  # a signal, the same on all ranks, or 0
+        if self.line_due or stopping:
+            results, losses, norms, measured = self.metrics.gather(grad_norm)
+            exit_if_not_finite(results["loss"], losses, norms[:, 0], self.step)
+            exit_if_ranks_drift(norms, self.storage.parts, self.step)
+            self.metrics.write("train", results, {**details(), **measured})
+            self.metrics.start_line()
+        if self.save_due or stopping:
+            with self.hang.paused():
+                seconds = self.checkpoints.save(self.step, self.metrics.text)
+            self.metrics.write("checkpoint", {"save_seconds": seconds})
+            self.metrics.start_line()
+        self.exit_on_signal(stopping)
+
+    def log_evaluation(self, results):
+        self.metrics.write("evaluation", results)
+
+    def exit_if_stopped(self):
+        """After a batch of an evaluation, exit if a signal stops the run: the epoch is saved."""
+        self.hang.progress += 1
+        self.exit_on_signal(self.stop.vote())
+
+    def exit_on_signal(self, stopping):
+        """Exit if all ranks stop: together, or the launcher would kill those that save."""
+        if stopping:
+            if RANK == 0:
+                say(f"stopped after step {self.step}, which is saved: rerun the command to resume")
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+            self.accelerator.wait_for_everyone()
+            exit_now(128 + stopping)
+
+    def on_main_process(self, function, *arguments):
+        """Return on all ranks what a function returns on the main one, however long it takes."""
+        with self.hang.paused():
+            result = [function(*arguments) if RANK == 0 else None]
+            if self.cpu_group:
+                distributed.broadcast_object_list(result, 0, self.cpu_group)
+        return result[0]
+
+    def save_weights(self, name):
+        """Write the weights of the whole model, a tensor of several names (tied weights) once."""
+        weights = self.storage.collect_weights()
+        save = partial(self.accelerator.save, weights, safe_serialization=True)
+        self.on_main_process(replace_file, self.directory / name, save)
+
+    def finish(self):
+        """Write model.safetensors and summary.json, and print the results."""
+        self.hang.is_paused = True  # there are no more steps
+        self.save_weights("model.safetensors")
+        self.metrics.finish()
 
 
 # ------------------------------------------------------------------------------------------ metrics
-def checked(metrics):
-    """Return what `compute_loss` returned; exit with an error unless it is {name: (B,) tensor}."""
-    found = f"no dictionary but a {type(metrics).__name__}"
-    if isinstance(metrics, dict):
-        shapes = {name: getattr(x, "shape", type(x)) for name, x in metrics.items()}
+def waits_for_other_ranks(function):
+    """Mark a function in which a rank waits for others: `HangDetector` looks for this name."""
+
+    def wait_for_other_ranks(*arguments):
+        return function(*arguments)
+
+    return wait_for_other_ranks
+
+
+def total_norm(tensors):
+    """Return the norm of all tensors together, also of sharded ones."""
+    norm = nn.utils.get_total_norm(list(tensors))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def checked(returned):
+    """Return the values that `compute_loss` returned, {name: (B,) tensor}, and its "outputs" or
+    None. Exit with an error if they are anything else."""
+    found = f"no dictionary but a {type(returned).__name__}"
+    if isinstance(returned, dict):
+        values = {name: value for name, value in returned.items() if name != "outputs"}
+        outputs = returned.get("outputs")
+        shapes = {name: getattr(x, "shape", type(x)) for name, x in values.items()}
         loss = shapes.get("loss")
         if isinstance(loss, torch.Size) and len(loss) == 1 and set(shapes.values()) == {loss}:
-            return metrics
+            if outputs is None or len(outputs) == loss[0]:
+                return values, outputs
+            shapes["outputs"] = f"{len(outputs)} of them"
         found = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
     remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
     exit_with_error(f'compute_loss returned {found}: return {{"loss": tensor, ...}} with {remedy}')
 
 
-def divide_by_mean_weight(accelerator, model, metrics):
+def divide_by_mean_weight(accelerator, model, step_values):
     """Divide the gradients by the mean weight of the global batch, if there are weights."""
-    if "weight" not in metrics[0]:
+    if "weight" not in step_values[0]:
         return
-    weights = torch.cat([values["weight"].detach().float() for values in metrics])
+    weights = torch.cat([values["weight"].detach().float() for values in step_values])
     total, samples = accelerator.reduce(torch.stack([weights, torch.ones_like(weights)]).sum(1))
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= total / samples
 
 
-def sample_rows(metrics):
-    """Return (B, M + 2) float64, a row per sample: M metrics times its weight, its weight, 1."""
-    weight = metrics.get("weight", torch.ones_like(metrics["loss"])).detach().double()
-    columns = [value.detach() * weight for name, value in metrics.items() if name != "weight"]
+def sample_rows(values):
+    """Return (B, M + 2) float64, a row per sample: M values times its weight, its weight, 1."""
+    weight = values.get("weight", torch.ones_like(values["loss"])).detach().double()
+    columns = [value.detach() * weight for name, value in values.items() if name != "weight"]
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1)
 
 
+@waits_for_other_ranks
 def means(names, sums, samples):
     """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit unless of `samples` rows."""
     *totals, weight, counted = sums.tolist()
@@ -284,107 +858,117 @@ def means(names, sums, samples):
     return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
 
 
+def gather_outputs(accelerator, outputs):
+    """Return, on the main process, a list of the "outputs" of a batch of each process, one for each
+    sample, without the padding. It is empty if `outputs` is None, and on the other processes."""
+    if outputs is None:
+        return []
+    if not torch.is_tensor(outputs):
+        outputs = utils.send_to_device(outputs, "cpu")
+    outputs = accelerator.gather_for_metrics(outputs, not torch.is_tensor(outputs))
+    return list(utils.send_to_device(outputs, "cpu")) if RANK == 0 else []
+
+
 class Metrics:
     """Means over all processes, for the screen, metrics.jsonl, summary.json and a tracker."""
 
-    parts = 1  # ranks r and r + parts hold the same weights
-
-    def __init__(self, accelerator, config, steps, text):
-        self.accelerator = accelerator
-        self.config = config
-        self.steps = steps
-        self.step = self.last_line = steps.resumed_from  # the newest; of the last line
-        self.names = []
-        self.sums = 0  # of `sample_rows`, since the last line
+    def __init__(self, run, text):
+        self.run = run
+        self.text = text  # of metrics.jsonl, from the checkpoint
         self.newest = {}  # value of each name, or None: JSON has neither NaN nor infinity
         self.started = time.time()
-        self.text = text  # of metrics.jsonl, from the checkpoint
-        is_main = accelerator.is_main_process
-        path = Path(config["output_dir"], "metrics.jsonl") if is_main else os.devnull
+        self.names = []
+        is_main = RANK == 0
+        path = run.directory / "metrics.jsonl" if is_main else os.devnull
         self.file = open(path, "w", buffering=1)
         self.file.write(text)
-        accelerator.init_trackers(RECIPE, {name: str(x) for name, x in config.items()})
+        run.accelerator.init_trackers(RECIPE, {name: str(x) for name, x in run.config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
         plain = not (is_main and self.console.is_interactive)
-        # Redirected, a worker's output may wait for a lock that was held at its fork.
+        # Not redirected: a worker would wait for a lock that was held when it was forked.
         self.progress = Progress(
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
         )
-        self.bar = self.progress.add_task("steps", total=steps.total, completed=self.step)
-        self.console.print_json(data={**config, "resumed_from": self.step}, highlight=False)
+        self.bar = self.progress.add_task("steps", total=run.total_steps, completed=run.step)
+        self.console.print_json(data={**run.config, "resumed_from": run.step}, highlight=False)
         self.progress.start()
-        self.console.show_cursor()  # for a run that is killed
+        self.console.show_cursor()  # a killed run would leave it hidden
 
-    def start_clock(self):
-        """Measure throughput from here on: evaluations and checkpoints do not count."""
+    def start_line(self):
+        """Begin the next line here: evaluations and checkpoints do not count in its throughput."""
+        self.last_line = self.run.step
+        self.sums = 0  # of `sample_rows`
+        self.data_seconds = 0.0  # in which this process waited for data
         self.clock = time.perf_counter()
-        self.steps.data_seconds = 0.0
 
-    def add(self, step, microbatches):
-        """Add the metrics of a step's microbatches."""
-        for metrics in microbatches:
-            if self.names not in ([], list(metrics)):
+    def timed_next(self, batches):
+        began = time.perf_counter()
+        batch = next(batches)
+        self.data_seconds += time.perf_counter() - began
+        return batch
+
+    def add(self, step_values):
+        """Add the values of a step's microbatches."""
+        for values in step_values:
+            if self.names not in ([], list(values)):
                 exit_with_error("compute_loss: return the same keys for every batch")
-            self.names = list(metrics)
-            self.sums = self.sums + sample_rows(metrics).sum(0)
-        self.step = step
+            self.names = list(values)
+            self.sums = self.sums + sample_rows(values).sum(0)
         self.progress.advance(self.bar)
 
-    def log(self, weight_norm, learning_rate, grad_norm, **details):
-        """Write the means since the last line. Exit if they, or the weights, must not be saved."""
-        norms = [weight_norm] if grad_norm is None else [weight_norm, grad_norm]
-        sums, norms, waited, memory = self.gather(torch.stack(norms))
-        seconds = time.perf_counter() - self.clock
-        samples = (self.step - self.last_line) * self.config["global_batch_size"]
-        values = means(self.names, sums.sum(0), samples)
-        losses = sums[:, list(values).index("loss")]
-        exit_if_not_finite(values["loss"], losses, norms[:, 0], self.step)
-        exit_if_ranks_drift(norms, self.parts, self.step)
-        values |= {"learning_rate": learning_rate, "samples_per_second": samples / seconds}
-        if grad_norm is not None:
-            values["grad_norm"] = norms[0, 1].item()
-        details |= {"seconds": seconds, "data_wait": waited.max().item() / seconds}
-        details |= {"slowest_rank": waited.argmax().item(), "peak_memory_gib": memory.max().item()}
-        self.write("train", values, details)
-        self.sums = 0
-        self.last_line = self.step
-        self.start_clock()
-
-    def gather(self, norms):
-        """Return the sums, norms, seconds without data, and GiB of each rank."""
+    @waits_for_other_ranks
+    def gather(self, grad_norm):
+        """Return the means since the last line over all ranks, each rank's sum of losses, its norms
+        of weights and gradients (P, 1 or 2), and what was measured besides."""
+        run = self.run
+        norms = [total_norm(run.model.parameters())]
+        norms += [] if grad_norm is None else [grad_norm]
         memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        used = torch.tensor([self.steps.data_seconds, memory / 2**30])
-        row = [self.sums, norms.to(self.sums), used.to(self.sums, non_blocking=True)]
-        rows = self.accelerator.gather(torch.cat(row)[None]).cpu()
-        return rows.split([len(self.sums), len(norms), 1, 1], dim=1)
+        used = torch.tensor([self.data_seconds, memory / 2**30])
+        row = [self.sums, torch.stack(norms).to(self.sums), used.to(self.sums, non_blocking=True)]
+        rows = run.accelerator.gather(torch.cat(row)[None]).cpu()
+        sums, norms, waited, memory = rows.split([len(self.sums), len(norms), 1, 1], dim=1)
+        seconds = time.perf_counter() - self.clock
+        samples = (run.step - self.last_line) * run.args.global_batch_size
+        results = means(self.names, sums.sum(0), samples)
+        losses = sums[:, list(results).index("loss")]
+        results |= {"learning_rate": run.learning_rate, "samples_per_second": samples / seconds}
+        if grad_norm is not None:
+            results["grad_norm"] = norms[0, 1].item()
+        measured = {"seconds": seconds, "data_wait": waited.max().item() / seconds}
+        measured["slowest_rank"] = waited.argmax().item()
+        measured["peak_memory_gib"] = memory.max().item()
+        return results, losses, norms, measured
 
-    def write(self, event, values, details=None):
+    def write(self, event, results, details=None):
         """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
-        numbers = {**values, **(details or {})}
+        run = self.run
+        numbers = {**results, **(details or {})}
         self.newest |= {name: x if math.isfinite(x) else None for name, x in numbers.items()}
-        epoch = self.steps.epoch_of(self.step) + 1
-        line = {"event": event, "epoch": epoch, "step": self.step, "time": time.time()}
+        epoch = run.epoch_of(run.step) + 1
+        line = {"event": event, "epoch": epoch, "step": run.step, "time": time.time()}
         line = json.dumps(line | {name: self.newest[name] for name in numbers}) + "\n"
         self.text += line
         self.file.write(line)
-        self.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=self.step)
-        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in values.items())
+        run.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=run.step)
+        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in results.items())
         shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
         if self.progress.disable and event == "train":
-            left = (self.steps.total - self.step) * self.config["global_batch_size"]
-            shown += f" eta {timedelta(seconds=round(left / values['samples_per_second']))}"
-        with suppress(OSError, SystemExit):  # Ctrl-C also ends the `tee` that reads a pipe
-            self.console.print(f"step {self.step}/{self.steps.total} epoch {epoch} {shown}")
+            left = (run.total_steps - run.step) * run.args.global_batch_size
+            shown += f" eta {timedelta(seconds=round(left / results['samples_per_second']))}"
+        with suppress(OSError, SystemExit):  # Ctrl-C also ends a `tee` that reads the pipe
+            self.console.print(f"step {run.step}/{run.total_steps} epoch {epoch} {shown}")
 
     def finish(self):
         """Print the results and, unless this run only evaluated another, write summary.json."""
+        run = self.run
         self.progress.stop()
-        results = {"resumed_from": self.steps.resumed_from, **self.newest}
+        results = {"resumed_from": run.resumed_from, **self.newest}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
-        summary = Path(self.config["output_dir"], "summary.json")
-        if self.step > self.steps.resumed_from or self.step == 0 or not summary.exists():
-            text = json.dumps({**self.config, **results}, indent=2) + "\n"
+        summary = run.directory / "summary.json"
+        if run.step > run.resumed_from or run.step == 0 or not summary.exists():
+            text = json.dumps({**run.config, **results}, indent=2) + "\n"
             replace_file(summary, lambda path: path.write_text(text))
 
 
@@ -412,7 +996,7 @@ def exit_if_ranks_drift(norms, parts, step):
 
 
 # -------------------------------------------------------------------------------- reproducible data
-def set_batch_sizes(args, accelerator, replicas, multiple=1):
+def set_batch_sizes(args, replicas, multiple):
     """Divide each replica's share of a global batch into equal microbatches. Return how many."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
@@ -420,50 +1004,8 @@ def set_batch_sizes(args, accelerator, replicas, multiple=1):
         exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
     largest = max(1, args.batch_size // multiple)
     accumulation = next(n for n in count(1) if share % n == 0 and share // n <= largest)
-    accelerator.gradient_accumulation_steps = accumulation
     args.batch_size = share // accumulation * multiple
     return accumulation
-
-
-class Steps:
-    """The optimizer steps, numbered from 1. An incomplete last global batch is dropped."""
-
-    def __init__(self, loader, accumulation, args):
-        self.loader = loader
-        self.accumulation = accumulation  # microbatches per step
-        self.per_epoch = len(loader) // accumulation
-        if self.per_epoch == 0:
-            exit_with_error(f"the training set does not fill one batch of {args.global_batch_size}")
-        self.total = min(args.epochs * self.per_epoch, args.max_steps or math.inf)
-        self.resumed_from = 0  # the step of the checkpoint from which this run resumes
-        self.data_seconds = 0.0  # in which this process waited for data
-
-    def epoch_of(self, step):
-        return max(step - 1, 0) // self.per_epoch
-
-    def epochs_left(self):
-        """Return the epochs left, also one saved after its last step: its evaluation is missing."""
-        return range(self.epoch_of(self.resumed_from), self.epoch_of(self.total) + 1)
-
-    def left_in(self, epoch):
-        """Yield (step, an iterator over its microbatches) for what is left of an epoch."""
-        before = epoch * self.per_epoch
-        done = max(before, self.resumed_from)
-        skipped = (done - before) * self.accumulation
-        loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
-        loader.set_epoch(epoch)  # of the order; before Accelerate 1.15 it has one of its own
-        loader.dataset.set_epoch(epoch)  # of random transforms
-        batches = iter(loader)
-        for step in range(done + 1, min(before + self.per_epoch, self.total) + 1):
-            microbatches = (self.timed_next(batches) for _ in range(self.accumulation))
-            yield step, microbatches
-            list(microbatches)  # if the step left some out, the next one begins behind them
-
-    def timed_next(self, batches):
-        began = time.perf_counter()
-        batch = next(batches)
-        self.data_seconds += time.perf_counter() - began
-        return batch
 
 
 def seed_rng(*key):
@@ -482,7 +1024,7 @@ class SeededSamples(Dataset):
     def __init__(self, dataset, seed):
         self.dataset = dataset
         self.seed = seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # with persistent workers
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for persistent workers
         self.set_epoch(0)
 
     def __len__(self):
@@ -533,27 +1075,106 @@ def reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """The checkpoints step-N.pt of `states`: {name: object with a state_dict}. A recipe whose state
-    is not whole on the main process overrides the methods from `collect_states` to `delete`."""
+    """When a checkpoint is due, which one is intact and of this run, and which ones are kept. The
+    run's storage knows what is in one, and how."""
+
+    def __init__(self, run):
+        self.run = run
+        self.storage = run.storage
+        free = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
+        free |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
+        free |= {"accumulation", "device", "world_size", "versions", "commit"}
+        self.may_differ = {*free, *run.facts, *run.may_differ}
+
+    def paths(self):
+        return sorted(self.run.directory.glob(self.storage.pattern))
+
+    def find(self):
+        """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
+        run = self.run
+        paths = self.paths()[::-1]
+        files = [path.read_text() for path in run.directory.glob("run.id")]
+        files += [path.name for path in paths]
+        seen = {"samples": run.samples, "files in --output-dir": files}
+        remedy = "all machines have to share data and directory"
+        exit_if_ranks_differ(run.store, "files", seen, remedy)
+        for path in paths:
+            if checkpoint := self.read_if_intact(path):
+                ours, theirs = run.config, checkpoint["config"]
+                names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
+                wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
+                if wrong:
+                    exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
+                run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
+                return checkpoint
+        if paths:
+            exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
+        return None
+
+    def read_if_intact(self, path):
+        """Return a checkpoint, or None if it is damaged. Exit unless all ranks see the same."""
+        checkpoint = damage = None
+        try:
+            checkpoint = self.storage.read(path)
+        except (OSError, MemoryError) as error:  # this rank's: the file may be intact
+            exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
+        except Exception as error:
+            damage = f"{error!r:.200}"
+        exit_if_ranks_differ(self.run.store, path.name, {path.name: damage}, "rerun the command")
+        if damage:
+            self.run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
+        return checkpoint
+
+    def due(self, step):
+        every = (self.run.steps_per_epoch, self.run.args.checkpoint_every or math.inf)
+        return step == self.run.total_steps or any(step % x == 0 for x in every)
+
+    def save(self, step, metrics_text):
+        """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
+        for the end: one that went on would wait in the next step, and take that for a hang."""
+        run = self.run
+        began = time.perf_counter()
+        states = self.storage.collect()
+        content = {"config": run.config, "step": step, "metrics": metrics_text, "states": states}
+        path = run.directory / self.storage.pattern.replace("[0-9]" * 8, f"{step:08}")
+        try:
+            self.storage.write(content, path)
+            if RANK == 0:
+                written = [x for x in self.paths() if x <= path]  # later ones are damaged
+                for old in written[: -run.args.keep]:
+                    self.storage.delete(old)
+        except Exception as error:
+            Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
+            error = error.__context__ or error
+            exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
+        if run.cpu_group:
+            distributed.barrier(run.cpu_group)
+        return time.perf_counter() - began
+
+
+class FileStorage:
+    """Keeps each checkpoint of `states`, {name: object with a state_dict}, in a file that the main
+    process writes. A recipe whose states are not whole there gives `Run` another class."""
 
     pattern = f"step-{'[0-9]' * 8}.pt"
-    may_differ = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
-    may_differ |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
-    may_differ |= {"accumulation", "device", "world_size", "versions", "commit"}
+    parts = 1  # ranks r and r + parts hold the same weights
 
-    def __init__(self, accelerator, config, states):
-        self.accelerator = accelerator
-        self.config = config
+    def __init__(self, run, states):
+        self.run = run
         self.states = states
-        self.directory = Path(config["output_dir"])
 
-    def collect_states(self):
-        """Return the states that the main process writes. Some buffers are in no state dict."""
+    def collect_weights(self):
+        """Return the weights of the whole model. Those of the main process are written."""
+        return self.states["model"].state_dict()
+
+    def collect(self):
+        """Return the states. Those of the main process are written."""
         states = {name: thing.state_dict() for name, thing in self.states.items()}
+        # Buffers of their own: some are in no state dict.
         models = {name: x for name, x in self.states.items() if isinstance(x, nn.Module)}
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
-    def load_states(self, saved):
+    def load(self, saved):
         for name, thing in self.states.items():
             # An optimizer may keep tensors that it gets, and with them the mapped file.
             is_model = isinstance(thing, nn.Module)
@@ -569,74 +1190,17 @@ class Checkpoints:
         return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
 
     def write(self, content, path):
-        """Write a checkpoint: it is on the disk, and readable, before it gets its name."""
+        """Write a checkpoint: renamed into place after fsync, and after it was read again."""
 
         def write_and_read(temporary):
-            with open(temporary, "wb") as file:  # its errors have a reason: no space left
+            with open(temporary, "wb") as file:  # its errors have a reason, torch's have none
                 torch.save(content, file)
-            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # types that can be read
+            torch.load(temporary, "cpu", weights_only=True, mmap=True)  # raises on other types
 
         replace_file(path, write_and_read)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
-
-    def find(self):
-        """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
-        store, ours = self.accelerator.store, self.config
-        paths = sorted(self.directory.glob(self.pattern), reverse=True)
-        files = [path.read_text() for path in self.directory.glob("run.id")]
-        files += [path.name for path in paths]
-        seen = {"samples": ours["samples"], "files in --output-dir": files}
-        exit_if_ranks_differ(store, "files", seen, "all machines have to share data and directory")
-        for path in paths:
-            damage = None
-            try:
-                checkpoint = self.read(path)
-            except (OSError, MemoryError) as error:  # of this rank: the file may be intact
-                exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
-            except Exception as error:
-                damage = f"{error!r:.200}"
-            exit_if_ranks_differ(store, path.name, {path.name: damage}, "rerun the command")
-            if not damage:
-                break
-            self.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
-        else:
-            if paths:
-                exit_with_error(f"{self.directory} has no intact checkpoint: choose another")
-            return None
-        theirs = checkpoint["config"]
-        names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
-        wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
-        if wrong:
-            exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
-        self.accelerator.print(f"{RECIPE}: resuming from {path}, of {ours['steps']} steps")
-        return checkpoint
-
-    def due(self, step):
-        every = (self.config["steps_per_epoch"], self.config["checkpoint_every"] or math.inf)
-        return step == self.config["steps"] or any(step % x == 0 for x in every)
-
-    def save(self, step, metrics):
-        """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
-        for the end: one that went on would wait in the next step, and take that for a hang."""
-        began = time.perf_counter()
-        states = self.collect_states()
-        content = {"config": self.config, "step": step, "metrics": metrics, "states": states}
-        path = self.directory / self.pattern.replace("[0-9]" * 8, f"{step:08}")
-        try:
-            self.write(content, path)
-            if self.accelerator.is_main_process:
-                saved = [x for x in self.directory.glob(self.pattern) if x <= path]  # intact
-                for old in sorted(saved)[: -self.config["keep"]]:
-                    self.delete(old)
-        except Exception as error:
-            Path(self.directory, UNFINISHED).unlink(missing_ok=True)  # it may fill the disk
-            error = error.__context__ or error
-            exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
-        if self.accelerator.cpu_group:
-            distributed.barrier(self.accelerator.cpu_group)
-        return time.perf_counter() - began
 
 
 def replace_file(path, write):
@@ -644,7 +1208,7 @@ def replace_file(path, write):
     if RANK == 0:
         temporary = path.with_name(UNFINISHED)
         temporary.touch()
-        mode = temporary.stat().st_mode  # by the umask, which safetensors does not heed
+        mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
         write(temporary)
         temporary.chmod(mode)
         sync(temporary)
@@ -659,23 +1223,17 @@ def sync(path):
     os.close(descriptor)
 
 
-def save_weights(accelerator, weights, directory):
-    """Write model.safetensors, with a tensor of several names (tied weights) once."""
-    path = Path(directory, "model.safetensors")
-    replace_file(path, lambda x: accelerator.save(weights, x, safe_serialization=True))
-
-
 def load_weights(model, path):
     """Return the model, with the weights at `path`, if given, as far as names and shapes fit."""
-    if not model.training:  # as from_pretrained returns it
+    if not model.training:  # from_pretrained returns it so
         exit_with_error("build_model: the model is in eval mode: return model.train()")
     if path:
         own = model.state_dict()
         try:
             weights = utils.load_state_dict(path)  # runs no code
-        except Exception as error:  # another kind of file makes the readers raise many types
+        except Exception as error:  # the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
-        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP, torch.compile: any order
+        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP and torch.compile, either first
             weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
         fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
         if not fitting:
@@ -690,15 +1248,15 @@ def load_weights(model, path):
 class StopSignal:
     """On a signal to any rank, or the launcher's death, all ranks stop after the same step."""
 
-    def __init__(self, accelerator):
+    def __init__(self, group):
+        self.group = group  # of all ranks on their CPUs, or None
         self.received = 0  # the first signal
-        self.group = accelerator.cpu_group
         self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
         self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
-        # Python writes the number of a signal there, also while the main thread waits in C code.
+        # Python writes a signal's number there even while the main thread is in C code.
         self.numbers, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         self.numbers.settimeout(1)
@@ -706,8 +1264,8 @@ class StopSignal:
         for number in self.signals:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self.watch, daemon=True).start()
-        # Blocked, which DataLoader's workers inherit: they must live until the next checkpoint.
-        resource_tracker.ensure_running()  # started later, with a worker, it would unblock them
+        # DataLoader's workers inherit the mask: they must live until the next checkpoint.
+        resource_tracker.ensure_running()  # started later, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
 
     def watch(self):
@@ -722,8 +1280,10 @@ class StopSignal:
         if LOCAL_RANK == 0:
             say(f"{signal.Signals(number).name}: stopping after the next step (Ctrl-\\ aborts)")
 
+    @waits_for_other_ranks
     def vote(self):
-        """Return the signal on which all ranks stop, or 0: of the last call, to overlap a step."""
+        """Return the signal on which all ranks stop, or 0, as of the call before: so the all-reduce
+        overlaps a step."""
         if self.pending:
             self.pending.wait()
         result = self.highest.item()
@@ -737,52 +1297,56 @@ class StopSignal:
 class HangDetector:
     """Ends a run without a step for --hang-timeout seconds, or six times as many if the first one
     compiles. The rank that hangs does not report, or came the least far and, of equals, waits for
-    no other: it is in none of these files or functions."""
+    no other: it is in none of these files, and in no function marked @waits_for_other_ranks."""
 
     files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
-    functions = {Metrics.gather.__code__, means.__code__, StopSignal.vote.__code__}
 
-    def __init__(self, accelerator, args):
-        self.timeout = args.hang_timeout
-        self.compiles = vars(args).get("compile", False)
+    def __init__(self, run):
+        self.timeout = run.args.hang_timeout
+        self.compiles = vars(run.args).get("compile", False)
+        self.store = run.store
+        self.directory = run.directory
         self.progress = 0  # steps and batches
-        self.closed = threading.Event()
+        self.is_paused = False
         self.names = utils.gather_object([NAME])
-        self.store = accelerator.store
-        self.directory = accelerator.project_dir
         threading.Thread(target=self.watch, daemon=True).start()
         faulthandler.cancel_dump_traceback_later()
+
+    @contextmanager
+    def paused(self):
+        """Within this context a run may take any time without a step."""
+        before, self.is_paused = self.is_paused, True
+        yield
+        self.is_paused = before
 
     def watch(self):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
         while idle < self.timeout * (6 if self.compiles and not self.progress else 1):
             before = self.progress
-            if self.closed.wait(tick):
-                return
-            frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
-            codes = [frame.f_code for frame, _ in frames]  # not the frames: they keep their tensors
-            stalls = self.progress == before and Checkpoints.save.__code__ not in codes
+            time.sleep(tick)
+            stalls = self.progress == before and not self.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.report(sys._current_frames()[threading.main_thread().ident])
             self.name_the_rank()
             self.store.wait(["named"])
-        time.sleep(2 * tick)  # until all read it
+        time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
     def report(self, frame):
-        """Print the stack of this rank, of many into a file. Tell the others how far it came."""
+        """Print this rank's stack, or write it to a file. Tell the others how far it came."""
         stack = traceback.extract_stack(frame)
         head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
         text = "".join([head, *traceback.format_list(stack)])
         if WORLD_SIZE > 8:
             Path(self.directory, f"stack-{RANK}.txt").write_text(text)
         else:
-            os.write(2, text.encode())  # in one piece
+            os.write(2, text.encode())  # one call: ranks do not mix lines
         at = [line for line in stack if line.filename == __file__][-1]
-        waits = frame.f_code in self.functions or bool(self.files.search(stack[-1].filename))
+        marked = any(line.name == "wait_for_other_ranks" for line in stack)
+        waits = marked or bool(self.files.search(stack[-1].filename))
         self.store.set(NAME, json.dumps([self.progress, waits, f"line {at.lineno}, in {at.name}"]))
         if self.store.add("reports", 1) == WORLD_SIZE:
             self.store.set("all reports", "")
@@ -795,7 +1359,7 @@ class HangDetector:
         if NAME == next(present):
             reports = {name: [-1, False, "no report"] for name in self.names}
             reports |= {name: json.loads(self.store.get(name)) for name in (NAME, *present)}
-            # If all wait that came the least far, one has left out a collective operation.
+            # If all of these wait, one of them has left out a collective operation.
             first = min(reports.values())[:2]
             stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
             files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
@@ -804,23 +1368,12 @@ class HangDetector:
 
 
 def say(message):
-    """Print a line to stderr, if somebody reads it: Ctrl-C also ends the `tee` behind a pipe."""
+    """Print a line to stderr. Ctrl-C also ends a `tee` that reads it: that is no error."""
     with suppress(OSError):
         line = f"{RECIPE}: {message}".replace("\n", " ")
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
-        sys.stderr.write(f"{start}{line}\n")  # in one piece: `print` writes the end by itself
+        sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
         sys.stderr.flush()
-
-
-def exit_if_stopped(accelerator, stopping, step):
-    """Exit if all ranks stop by a signal: together, or the launcher would kill slower ones."""
-    if stopping:
-        if accelerator.is_main_process:
-            say(f"stopped after step {step}, which is saved: rerun the command to resume")
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        accelerator.wait_for_everyone()
-        exit_now(128 + stopping)
 
 
 def exit_if_ranks_differ(store, topic, values, remedy):
@@ -838,7 +1391,7 @@ def exit_if_ranks_differ(store, topic, values, remedy):
 # The first rank of each machine prints at once. By SIGTERM the launcher then ends the others, which
 # wait for seconds. An exception waits one more, since another rank's end may have caused it.
 def exit_with_exception(error):
-    """Print a traceback, but of no OSError, and a line with the innermost place in this file."""
+    """Print a traceback, unless it is an OSError, and a line with the place in this file."""
     text = traceback.format_exc()
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
@@ -864,19 +1417,30 @@ def exit_with_error(message, status=2, details="", wait=0):
 
 
 def exit_now(status):
-    """End this process without the tear-down, in which gloo may abort, and DataLoader's workers."""
+    """End this process, and its DataLoaders' workers, without a tear-down: gloo may abort in it."""
     try:
         for worker in active_children():
             worker.kill()
-    finally:  # torch raises an error where a worker dies
+    finally:  # torch raises an error when a worker dies
         os._exit(status)
 
 
 # ------------------------------------------------------------------------- command line and launch
-POSITIVE = ["max_steps", "batch_size", "global_batch_size", "lr", "clip_norm", "threads"]
-POSITIVE += ["checkpoint_every", "keep", "log_every", "hang_timeout"]
 PER_MACHINE = {"data_dir", "weights", "threads", "output_dir"}
 UNSUPPORTED = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND".split()
+
+
+def positive(kind):
+    """Return the type of a flag for `kind`, int or float, that is above 0 and finite."""
+
+    def convert(text):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{value} is not above 0")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it if `kind` raises an error
+    return convert
 
 
 def parse_args(*declarations):
@@ -888,30 +1452,28 @@ def parse_args(*declarations):
     )
     parser.error = exit_with_error
     add = parser.add_argument
+    whole = positive(int)
+    real = positive(float)
     add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
     add("--epochs", type=int, default=30, help="passes (%(default)s); 0 only evaluates")
-    add("--max-steps", type=int, help="stop after so many steps")
-    add("--batch-size", type=int, default=128, help="largest microbatch (%(default)s)")
-    add("--global-batch-size", type=int, help="samples per step, all processes")
-    add("--lr", type=float, default=0.1, help="learning rate, see make_optimizer (%(default)s)")
-    add("--clip-norm", type=float, help="clip the gradient to this norm")
+    add("--max-steps", type=whole, help="stop after so many steps")
+    add("--batch-size", type=whole, default=128, help="largest microbatch (%(default)s)")
+    add("--global-batch-size", type=whole, help="samples per step, all processes")
+    add("--lr", type=real, default=0.1, help="learning rate, see make_optimizer (%(default)s)")
+    add("--clip-norm", type=real, help="clip the gradient to this norm")
     add("--seed", type=int, default=0, help="of all random numbers (%(default)s)")
     on_cpu = utils.parse_flag_from_env("ACCELERATE_USE_CPU")  # accelerate launch --cpu
     add("--cpu", action="store_true", default=on_cpu, help="train on CPU")
-    add("--threads", type=int, help="CPU threads (cores / processes)")
+    add("--threads", type=whole, help="CPU threads (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="default: %(default)s")
-    add("--checkpoint-every", type=int, help="steps between checkpoints")
-    add("--keep", type=int, default=2, help="kept checkpoints (%(default)s)")
-    add("--log-every", type=int, help="steps between lines (GPUs: 50, CPU: 10)")
+    add("--checkpoint-every", type=whole, help="steps between checkpoints")
+    add("--keep", type=whole, default=2, help="kept checkpoints (%(default)s)")
+    add("--log-every", type=whole, help="steps between lines (GPUs: 50, CPU: 10)")
     add("--tracker", help="tensorboard, wandb, ...")
-    add("--hang-timeout", type=float, default=600, help="seconds without a step (%(default)s)")
+    add("--hang-timeout", type=real, default=600, help="seconds without a step (%(default)s)")
     for declare in declarations:
         declare(parser)
     args = parser.parse_args()
-    for name in POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            exit_with_error(f"argument --{name.replace('_', '-')}: {value} is not above 0")
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
     return args
@@ -919,7 +1481,6 @@ def parse_args(*declarations):
 
 def lock_output_directory(directory):
     """Make the directory. Exit with an error if another run uses it."""
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if RANK > 0:
         return
@@ -931,24 +1492,24 @@ def lock_output_directory(directory):
         exit_with_error(f"--output-dir {directory} is in use by another run")
     except OSError as error:  # some NFS and Lustre servers have no locks
         say(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
-    checkpoints = sorted(directory.glob("step-*"))
-    set_run_id(directory / "run.id", resumes=bool(checkpoints))
-    keep_script(directory, checkpoints)
 
 
-def set_run_id(path, resumes):
+def set_run_id(directory):
     """Give the run a random id, or its former one if it resumes: for W&B, and for `find`."""
-    if not (resumes and path.exists()):
-        replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
-    os.environ.setdefault("WANDB_RUN_ID", path.read_text())
-    os.environ.setdefault("WANDB_RESUME", "allow")
+    path = directory / "run.id"
+    if RANK == 0:
+        if not (path.exists() and any(directory.glob("step-*"))):
+            replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
+        os.environ.setdefault("WANDB_RUN_ID", path.read_text())
+        os.environ.setdefault("WANDB_RESUME", "allow")
 
 
-def keep_script(directory, checkpoints):
+def keep_script(directory):
     """Copy this file into the directory. Another one that wrote the checkpoints stays there."""
     copy = directory / Path(__file__).name
-    if copy.exists() and copy.read_bytes() == Path(__file__).read_bytes():
+    if RANK > 0 or (copy.exists() and copy.read_bytes() == Path(__file__).read_bytes()):
         return
+    checkpoints = sorted(directory.glob("step-*"))
     if copy.exists() and checkpoints:
         earlier = copy.with_name(f"{RECIPE}.{checkpoints[-1].stem}.py")
         if not earlier.exists():
@@ -957,53 +1518,14 @@ def keep_script(directory, checkpoints):
     shutil.copyfile(__file__, copy)
 
 
-def make_accelerator(args, precision, *handlers):
-    """Return the Accelerator, with a `store`, and a `cpu_group` for gloo (None for one process)."""
-    faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
+def exit_if_config_is_ignored(precision):
+    """Exit with an error if the launcher was told to do something that this recipe would ignore."""
     mixed_precision = "no" if precision == "fp32" else precision
     supported = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
     for name in (*UNSUPPORTED, *supported):
         value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
         if value not in ("no", "false", supported.get(name)):  # it would be ignored
             exit_with_error(f"the launcher's {name.lower()} is {value}: see this recipe's --help")
-    gpus, threads = choose_device(args)
-    args.log_every = args.log_every or (50 if gpus else 10)
-    store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
-    loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
-    loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
-    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Steps` counts them
-    accelerator = Accelerator(
-        cpu=not gpus,  # or processes on a machine without GPUs would not see each other
-        mixed_precision=mixed_precision,
-        log_with=args.tracker,
-        project_dir=args.output_dir,
-        dataloader_config=loading,
-        gradient_accumulation_plugin=plugin,
-        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
-    )
-    if WORLD_SIZE != accelerator.num_processes:
-        exit_with_error("processes do not see each other: start them with accelerate launch")
-    torch.set_num_threads(threads)  # here: Accelerate sets another number
-    accelerator.store = store
-    in_group = accelerator.use_distributed  # gloo does not wait for the GPUs
-    accelerator.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if in_group else None
-    return accelerator
-
-
-def join_process_group(args, gpus):
-    """Make the process group of all ranks, if they were started alike. Return its store."""
-    store, _, _ = next(distributed.rendezvous("env://"))
-    # The launcher's own store keeps the addresses of processes that died before a restart.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
-    started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
-    exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
-    backend = "nccl" if gpus else "gloo"
-    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
-    distributed.set_debug_level_from_env()
-    distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
-    return store
 
 
 def choose_device(args):
@@ -1036,401 +1558,39 @@ def choose_device(args):
     return gpus, threads
 
 
-def describe(args, accelerator, steps, loaders, optimizer, **more):
-    """Return what summary.json and each checkpoint say about a run: its flags, and where it ran."""
-    git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
-    config = {
-        "recipe": RECIPE,
-        **vars(args),
-        "accumulation": steps.accumulation,
-        "peak_learning_rate": rates if len(rates) > 1 else rates[0],
-        "steps": steps.total,
-        "steps_per_epoch": steps.per_epoch,
-        "samples": [len(loader.dataset) for loader in loaders],
-        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
-        "world_size": accelerator.num_processes,
-        "versions": VERSIONS,
-        "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
-        **more,
-    }
-    return json.loads(json.dumps(config, default=str))  # plain types, to be read again
+def join_process_group(args, gpus):
+    """Make the process group of all ranks, if they were started alike. Return its store."""
+    store, _, _ = next(distributed.rendezvous("env://"))
+    # The launcher's own store keeps the addresses of processes that died before a restart.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
+    started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
+    exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
+    backend = "nccl" if gpus else "gloo"
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
+    distributed.set_debug_level_from_env()
+    distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
+    return store
 
 
-# =============================================================================== this recipe's own
-STAGES = 2
-POSITIVE += ["chunks"]
-Metrics.parts = STAGES
-Checkpoints.may_differ |= {"schedule", "chunks", "bubble", "pipelines", "stages"}
-
-
-# ----------------------------------------------------------------------------------- flags and data
-def add_technique_flags(parser):
-    """Add the flags of the pipeline. `gpipe` takes all chunks forward, then all backward (Huang et
-    al. 2019, arXiv:1811.06965). `1f1b` alternates, and keeps fewer activations (PipeDream-Flush,
-    Narayanan et al. 2021, arXiv:2006.09503)."""
-    add = parser.add_argument
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="default: gpipe")
-    add("--chunks", type=int, default=8, help="parts of each batch (8)")
-    add("--split", help="first block of the second stage (the middle; ResNet-50: equal times)")
-
-
-def check_bf16(args):
-    """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
-    on_gpu = not args.cpu and torch.cuda.is_available()
-    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if args.precision == "bf16" and emulated:
-        exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
-
-
-def count_pipelines(args):
-    """Return how many pipelines the processes make. Exit with an error if they cannot make any."""
-    if WORLD_SIZE % STAGES:
-        remedy = "launch an even number, for example --num_processes 2"
-        exit_with_error(f"a pipeline takes two processes, not {WORLD_SIZE}: {remedy}")
-    if args.batch_size % args.chunks:
-        exit_with_error(f"argument --chunks: choose a divisor of {args.batch_size}, the batch size")
-    if args.schedule == "1f1b" and args.chunks < STAGES:
-        exit_with_error(f"argument --chunks: 1f1b needs at least {STAGES}, gpipe does not")
-    return WORLD_SIZE // STAGES
-
-
-def prepare_loaders(accelerator, loaders):
-    """Divide the batches among the pipelines. `accelerator.prepare` would divide them among all
-    processes, so that the two stages of a pipeline would read different ones."""
-    options = {
-        "device": accelerator.device,
-        "put_on_device": True,
-        "num_processes": accelerator.num_processes // STAGES,
-        "process_index": accelerator.process_index // STAGES,
-        "use_seedable_sampler": True,
-        "data_seed": accelerator.dataloader_config.data_seed,
-        "non_blocking": True,
-    }
-    return [accelerate.data_loader.prepare_data_loader(loader, **options) for loader in loaders]
-
-
-# ------------------------------------------------------------------------------------------- stages
-def resnet_blocks(model):
-    """Return the blocks of torchvision's ResNet, for `model_blocks`."""
-    blocks = {}
-    for name, child in model.named_children():
-        if name == "fc":
-            blocks["flatten"] = nn.Flatten()  # a function call in ResNet's forward
-        if isinstance(child, nn.Sequential):
-            blocks |= {f"{name}.{index}": block for index, block in enumerate(child)}
-        else:
-            blocks[name] = child
-    return blocks
-
-
-def sequential_blocks(model):
-    """Return the blocks of an nn.Sequential. Exit with an error if the model has a `forward` of its
-    own, which a pipeline would not call."""
-    if type(model).forward is not nn.Sequential.forward:
-        remedy = "make it an nn.Sequential, or edit model_blocks"
-        exit_with_error(f"cannot cut {type(model).__name__}: {remedy}")
-    return dict(model._modules)  # named_children has a module only once
-
-
-def cut(blocks, args):
-    """Return the blocks of each stage. The second stage begins with `args.split`. Its default is
-    the block where both stages take about equal time, measured for ResNet-50 on CPU in chunks of
-    128 samples, and the middle block for any other model."""
-    names = list(blocks)
-    if not args.split:
-        measured = {"cifar": "layer3.0", "imagenet": "layer3.2"}.get(getattr(args, "stem", None))
-        args.split = measured if measured in names else names[len(names) // 2]
-    if args.split not in names[1:]:
-        choices = ", ".join(names[1:])
-        exit_with_error(f"argument --split: {args.split} is not one of {choices}")
-    where = names.index(args.split)
-    stages = [{name: blocks[name] for name in part} for part in (names[:where], names[where:])]
-    first, second = [set(nn.ModuleList(stage.values()).parameters()) for stage in stages]
-    if not (first and second):
-        exit_with_error(f"argument --split: {args.split} gives a stage without parameters")
-    if first & second:
-        remedy = "choose a --split that has both uses on one side, or untie it"
-        exit_with_error(f"the two stages share a parameter (tied weights): {remedy}")
-    return stages
-
-
-class Stage(nn.Sequential):
-    """Some blocks of a model in a row. Point-to-point communication (P2P) requires that its outputs
-    and the gradients of its inputs are contiguous."""
-
-    def __init__(self, blocks, autocast):
-        super().__init__()
-        self.autocast = autocast
-        for name, block in blocks.items():
-            # A module's name must not contain a dot. `save_whole_model` restores the names.
-            self.add_module(name.replace(".", "/"), block)
-
-    def forward(self, x):
-        if x.requires_grad:
-            x.register_hook(torch.Tensor.contiguous)
-        # channels_last as in the whole model. A copy, because the first block may work in place.
-        x = x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
-        with self.autocast():
-            return super().forward(x).contiguous()
-
-
-class Pipeline(nn.Module):
-    """This process's stage of a model made of `blocks`, and the schedule that takes batches through
-    both stages."""
-
-    def __init__(self, args, accelerator, blocks):
-        super().__init__()
-        index = accelerator.process_index % STAGES
-        stage = Stage(cut(blocks, args)[index], accelerator.autocast).to(accelerator.device)
-        # Neighbours in rank are a pipeline. The processes with the same stage are its replicas.
-        ranks = torch.arange(accelerator.num_processes).view(-1, STAGES)
-        make_groups = distributed.new_subgroups_by_enumeration
-        self.group, _ = make_groups(ranks.tolist(), TIMEOUT)
-        self.replicas, _ = make_groups(ranks.T.tolist(), TIMEOUT)
-        self.stage = stage
-        if self.replicas.size() > 1 and any(p.requires_grad for p in stage.parameters()):
-            self.stage = average_gradients(stage, self.replicas)
-        # Training does not read BatchNorm's buffers: only `evaluate` sends those.
-        batchnorm = nn.modules.batchnorm._BatchNorm
-        others = [module for module in stage.modules() if not isinstance(module, batchnorm)]
-        self.other_buffers = [x for module in others for x in module.buffers(recurse=False)]
-        self.batch_size = args.batch_size
-        self.batch_shapes = None  # of the first batch
-        self.chunks = args.chunks
-        self.chunk_metrics = []  # on the last stage, of the chunks of a batch
-        self.metric_names = []
-        parts = (args.chunks, accelerator.gradient_accumulation_steps)
-
-        def loss(outputs, targets):
-            return part_of_loss(outputs, targets, parts, self.chunk_metrics)
-
-        stage = PipelineStage(self.stage, index, STAGES, accelerator.device, group=self.group)
-        schedule = schedules.get_schedule_class(args.schedule)
-        self.schedule = schedule(stage, args.chunks, loss, scale_grads=False)
-
-
-def average_gradients(stage, replicas):
-    """Return the stage in DDP, which averages its gradients with those of its replicas. Accelerate
-    would average over all processes, which have two different stages."""
-    ddp = nn.parallel.DistributedDataParallel(
-        stage, process_group=replicas, gradient_as_bucket_view=True
+def make_accelerator(args, gpus, precision, handlers):
+    """Return the Accelerator. Exit with an error if it does not see all processes."""
+    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Run` counts them
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
+    loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
+    accelerator = Accelerator(
+        cpu=not gpus,  # or processes on a machine without GPUs would not see each other
+        mixed_precision="no" if precision == "fp32" else precision,
+        log_with=args.tracker,
+        project_dir=args.output_dir,
+        dataloader_config=loading,
+        gradient_accumulation_plugin=plugin,
+        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=TIMEOUT), *handlers],
     )
-    ddp.require_backward_grad_sync = False  # PipelineStage starts it in a batch's last backward
-    ddp.broadcast_buffers = False  # `send_buffers` does this
-    return ddp
-
-
-def set_up_stages(model, batch):
-    """Take a batch through both stages before the first step, without a trace. In its first one
-    torch learns the shapes, in some versions by a chunk more, which BatchNorm would count. DDP then
-    changes the order of its sums: so a resumed run rounds as the first one did."""
-    before = [buffer.clone() for buffer in model.buffers()]
-    run_pipeline(model, batch)
-    model.zero_grad()
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
-
-
-def part_of_loss(outputs, targets, parts, seen):
-    """Return the loss of one chunk, divided by the number of chunks in a step: `parts` is (chunks
-    per batch, batches per step). Append the chunk's metrics to `seen`."""
-    outputs = utils.convert_to_fp32(outputs)  # P2P sends them in the dtype of the computation
-    metrics = checked(compute_loss(lambda inputs: outputs, (None, targets)))
-    seen.append({name: value.detach() for name, value in metrics.items()})
-    loss = (metrics["loss"] * metrics.get("weight", 1)).mean()
-    return loss / parts[0] / parts[1]
-
-
-# ---------------------------------------------------------------------------- batches and gradients
-def run_pipeline(model, batch):
-    """Take a batch forward and, in training, backward through both stages. Return the metrics of
-    `compute_loss`, of each sample on the last stage and of none on the first."""
-    inputs, targets = filled_up(model, batch)
-    run = model.schedule.eval
-    if model.training:
-        send_buffers(model, model.other_buffers)
-        run = model.schedule.step
-    is_last = model.group.rank() == STAGES - 1
-    model.chunk_metrics.clear()
-    if is_last:
-        run(target=targets, return_outputs=False)  # does not keep the outputs of the whole batch
-    else:
-        run(inputs)
-    if not model.metric_names:  # the first stage does not call `compute_loss`
-        names = [list(model.chunk_metrics[0]) if is_last else None]
-        utils.broadcast_object_list(names, from_process=STAGES - 1)
-        model.metric_names = names[0]
-    if not is_last:
-        return dict.fromkeys(model.metric_names, torch.zeros(0, device=inputs.device))
-    # Before these, torch may have taken one chunk through both stages to learn the shapes.
-    chunks = model.chunk_metrics[-model.chunks :]
-    if any(list(chunk) != model.metric_names for chunk in chunks):
-        exit_with_error("compute_loss: return the same keys for every batch, also in evaluations")
-    samples = len(batch[1])
-    return {x: torch.cat([chunk[x] for chunk in chunks])[:samples] for x in model.metric_names}
-
-
-def filled_up(model, batch):
-    """Return a batch in which samples are repeated if it is incomplete. Exit with an error unless
-    it is two tensors of the first batch's shapes, for which P2P is set up."""
-    if [torch.is_tensor(x) for x in batch] != [True, True]:
-        exit_with_error("load_data: a batch must be two tensors, inputs and targets")
-    copies = math.ceil(model.batch_size / len(batch[1]))
-    if copies > 1:
-        batch = [torch.cat([x] * copies)[: model.batch_size] for x in batch]
-    shapes = [tuple(x.shape) for x in batch]
-    model.batch_shapes = model.batch_shapes or shapes
-    if shapes != model.batch_shapes:
-        rule = f"all batches must have the first one's shapes {model.batch_shapes}"
-        exit_with_error(f"load_data: {rule}, not {shapes}")
-    return batch
-
-
-def samples_left(model, loader, index):
-    """Return how many samples of the test set are left for this pipeline's batch `index`. If the
-    batch has more, Accelerate has added them to give all pipelines equally many batches."""
-    size = loader.batch_sampler.batch_size
-    before = (index * model.replicas.size() + model.replicas.rank()) * size
-    return max(0, len(loader.dataset) - before)
-
-
-def send_buffers(model, buffers):
-    """Send this stage's buffers in the first pipeline to the other pipelines."""
-    for buffer in buffers:
-        distributed.broadcast(buffer, group=model.replicas, group_src=0)
-
-
-def clip_both_stages(accelerator, model, clip_norm):
-    """Clip the gradients by the norm of the whole model's gradient, of which this process has one
-    stage. Return the norm. A frozen stage has no gradients."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float32)
-    squares = norm**2
-    distributed.all_reduce(squares, group=model.group)
-    norm = squares.sqrt()
-    if clip_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
-    return norm
-
-
-# ------------------------------------------------------------------------------- both stages' state
-def describe_stages(args, stage):
-    """Return what `describe` adds to the configuration."""
-    names = [name.replace("/", ".") for name in stage._modules]
-    parameters = sum(p.numel() for p in stage.parameters())
-    stages = utils.gather_object([f"{names[0]} to {names[-1]}: {parameters:,} parameters"])
-    bubble = 1 / (args.chunks + 1)
-    return {"pipelines": len(stages) // STAGES, "stages": stages[:STAGES], "bubble": bubble}
-
-
-class PipelineCheckpoints(Checkpoints):
-    """Checkpoints whose "states" are a list, with those of each stage of the first pipeline."""
-
-    def collect_states(self):
-        return collect_both_stages(self.accelerator, super().collect_states())
-
-    def load_states(self, saved):
-        super().load_states(saved[self.accelerator.process_index % STAGES])
-
-
-def collect_both_stages(accelerator, own):
-    """Return [first, second] on the main process: the dictionary `own` of both stages of the first
-    pipeline, on the CPU. It travels by gloo: NCCL would take it through the GPUs' memory. It
-    travels value by value: each one is pickled, which needs as much memory again."""
-    if accelerator.process_index >= STAGES:
-        return None
-    own = utils.send_to_device(own, "cpu")
-    second = {}
-    for name, value in own.items():
-        parcel = [value]
-        if accelerator.is_main_process:
-            distributed.recv_object_list(parcel, 1, accelerator.cpu_group)
-        else:
-            distributed.send_object_list(parcel, 0, accelerator.cpu_group)
-        second[name] = parcel[0]
-    return [own, second]
-
-
-def save_whole_model(accelerator, model, directory):
-    """Write model.safetensors with the weights of both stages, named as in the whole model. A
-    tensor that has several names (tied weights) is written once, by its first name."""
-    names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
-    own = {name: x for name, x in model.state_dict().items() if name in names.values()}
-    stages = collect_both_stages(accelerator, {"model": own})
-    if accelerator.is_main_process:
-        weights = stages[0]["model"] | stages[1]["model"]
-        weights = {name.replace("/", "."): x.contiguous() for name, x in weights.items()}
-        save_weights(accelerator, weights, directory)
-
-
-# ----------------------------------------------------------------------------------------- CIFAR-10
-class ImageTensors(Dataset):
-    """Images (N, H, W, 3) uint8 and labels (N,) int64 on the device. One indexing operation makes a
-    batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
-    `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
-
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
-    def __init__(self, images, labels, device, augmentation_seed=None):
-        self.labels = labels.to(device)
-        self.seed = augmentation_seed
-        self.height, self.width = images.shape[1:3]
-        self.statistics = torch.tensor([self.mean, self.std], device=device)
-        self.padding = pad = 0 if augmentation_seed is None else 4
-        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
-        self.images = padded.to(device)
-        self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
-        self.augmentation.share_memory_()  # of each sample: top, left, flip; for persistent workers
-
-    def __len__(self):
-        return len(self.labels)
-
-    def set_epoch(self, epoch):
-        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
-        if self.seed is None:
-            return
-        seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
-        generator = torch.Generator().manual_seed(seed)
-        offsets = torch.randint(2 * self.padding + 1, (2, len(self)), generator=generator)
-        flips = torch.randint(2, (1, len(self)), generator=generator)
-        self.augmentation[:] = torch.cat((offsets, flips))
-
-    def __getitems__(self, indices):
-        device = self.labels.device
-        index = torch.tensor(indices).to(device, non_blocking=True)
-        top, left, flip = self.augmentation[:, index, None]
-        rows = top + torch.arange(self.height, device=device)
-        columns = torch.arange(self.width, device=device)
-        columns = left + torch.where(flip == 1, columns.flip(0), columns)
-        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        mean, std = self.statistics
-        images = images.float().div_(255).sub_(mean).div_(std)
-        return images.permute(0, 3, 1, 2), self.labels[index]
-
-
-def cifar10(directory, accelerator):
-    """Return CIFAR-10's images and labels, for training and test: downloaded, if missing."""
-    with accelerator.main_process_first(), accelerator.local_main_process_first():
-        try:
-            train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
-            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
-        except (OSError, RuntimeError) as error:
-            exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
-    return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]
-
-
-def synthetic_images(samples, seed):
-    """Ten classes, each a smooth pattern under noise: (N, 32, 32, 3) uint8 and (N,) int64."""
-    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
-    patterns = 128 + 32 * patterns.contiguous()
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (samples,), generator=generator)
-    images = torch.randn(samples, 32, 32, 3, generator=generator).mul_(48).add_(patterns[labels])
-    return images.clamp_(0, 255).byte(), labels
+    if WORLD_SIZE != accelerator.num_processes:
+        exit_with_error("processes do not see each other: start them with accelerate launch")
+    return accelerator
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ OVERFLOW = """
 plain_accelerator, plain_loss, calls = Accelerator, compute_loss, count(1)
 
 
-def choose_precision(args):
+def set_precision(args):
     args.precision = "fp16"
-    return "fp16", "by a test"
+    return "by a test"
 
 
 def Accelerator(**options):
@@ -59,7 +59,7 @@ def test_the_schedule_stays_where_it_was_in_a_step_that_the_scaler_skips(tmp_pat
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Call `choose_precision` for a device that has bf16, or not, with a launch config."""
+    """Call `set_precision` for a device that has bf16, or not, with a launch config."""
 
     def call(flag=None, config="no", gpu=False, bf16=True):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", config)
@@ -67,7 +67,9 @@ def choose(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bf16})
-        return recipe.choose_precision(SimpleNamespace(precision=flag, cpu=not gpu))
+        args = SimpleNamespace(precision=flag, cpu=not gpu)
+        chosen_by = recipe.set_precision(args)
+        return args.precision, chosen_by
 
     return call
 
@@ -103,7 +105,7 @@ def test_a_precision_that_cannot_be_had_is_an_error_and_not_another_one(choose, 
 def test_cuda_is_not_asked_with_cpu(monkeypatch):
     """Once asked, CUDA sees the GPUs that are hidden afterwards."""
     monkeypatch.setattr(torch.cuda, "is_available", pytest.fail)
-    recipe.choose_precision(SimpleNamespace(precision=None, cpu=True))
+    recipe.set_precision(SimpleNamespace(precision=None, cpu=True))
 
 
 def test_weights_in_16_bits_are_an_error_before_the_first_step():

@@ -31,8 +31,8 @@ def build_model(args):
 quiet_loss = compute_loss
 
 
-def compute_loss(model, batch):
-    values = quiet_loss(model, batch)
+def compute_loss(model, batch, args):
+    values = quiet_loss(model, batch, args)
     noise = torch.rand_like(values["loss"])
     return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
 """
@@ -173,20 +173,20 @@ BY_RANK = """
 plain_loss = compute_loss
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     images, labels = batch
     if model.training:
         torch.manual_seed(accelerate.PartialState().process_index)
         images = images + 0.1 * torch.randn(images.shape)
-    return plain_loss(model, (images, labels))
+    return plain_loss(model, (images, labels), args)
 """
 BY_CLOCK = BY_RANK.replace("accelerate.PartialState().process_index", "time.time_ns()")
 GATHERED = """
 plain_loss = compute_loss
 
 
-def compute_loss(model, batch):
-    values = plain_loss(model, batch)
+def compute_loss(model, batch, args):
+    values = plain_loss(model, batch, args)
     ranks = torch.distributed.nn.functional.all_gather(values["loss"])
     return {**values, "loss": values["loss"] + torch.stack(ranks).logsumexp(dim=(0, 1))}
 """
@@ -244,8 +244,8 @@ def follow(optimizer, *_):
         average.setdefault(parameter, parameter.detach().clone()).lerp_(parameter, 0.1)
 
 
-def compute_loss(model, batch):
-    values = plain_loss(model, batch)
+def compute_loss(model, batch, args):
+    values = plain_loss(model, batch, args)
     pull = sum((x - average[x]).pow(2).sum() for x in model.parameters() if x in average)
     return {**values, "loss": values["loss"] + 0.1 * pull}
 

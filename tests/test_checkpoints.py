@@ -176,7 +176,7 @@ def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
 
 
 READS = """
-read = Checkpoints.read
+read = FileStorage.read
 
 
 def announced(self, path):
@@ -194,7 +194,7 @@ def add_later_flags(parser):
     parser.add_argument("--later", default=os.environ["LATER"])
 
 
-Checkpoints.read = announced
+FileStorage.read = announced
 if os.environ.get("LATER"):
     add_flags = add_later_flags
 if os.environ.get("OWN_DISKS"):
@@ -240,9 +240,10 @@ def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):
 
     path = tmp_path / "step-00000001.pt"
     torch.save({"weights": torch.ones(2**24)}, path)
-    read = load("recipes/ddp_cifar.py").Checkpoints.read
+    read = load("recipes/ddp_cifar.py").FileStorage.read
     before = in_memory()
-    on_gpu = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
+    accelerator = SimpleNamespace(device=torch.device("cuda"))
+    on_gpu = SimpleNamespace(run=SimpleNamespace(accelerator=accelerator))
     checkpoint = read(on_gpu, path)
     assert in_memory() - before < 16 * 1024, "of 65,536 kB"
     assert checkpoint["weights"].sum() == 2**24

@@ -68,12 +68,10 @@ def test_any_number_of_processes_and_any_accumulation_train_the_same(results, la
 def divided(global_batch, batch, replicas, multiple=1):
     """Return (batch size, accumulation), or the error."""
     args = SimpleNamespace(global_batch_size=global_batch, batch_size=batch)
-    accelerator = SimpleNamespace()
     try:
-        accumulation = recipe.set_batch_sizes(args, accelerator, replicas, multiple)
+        accumulation = recipe.set_batch_sizes(args, replicas, multiple)
     except Exit as error:
         return str(error)
-    assert accelerator.gradient_accumulation_steps == accumulation
     assert args.global_batch_size == args.batch_size * accumulation * replicas
     return args.batch_size, accumulation
 
@@ -99,7 +97,16 @@ def test_an_epoch_without_one_whole_global_batch_is_an_error():
     args = SimpleNamespace(global_batch_size=100, epochs=1, max_steps=None)
     loader = torch.utils.data.DataLoader(range(99), batch_size=50, drop_last=True)
     with pytest.raises(Exit, match="does not fill one batch of 100"):
-        recipe.Steps(loader, 2, args)
+        prepared_run(args, loader, accumulation=2)
+
+
+def prepared_run(args, loader, accumulation):
+    """Return a `Run` that was not set up, with this loader."""
+    run = recipe.Run.__new__(recipe.Run)
+    vars(run).update(args=args, accumulation=accumulation, accelerator=None, step=0)
+    recipe.reproducible = lambda loaders, args: loaders
+    run.prepare_data((loader, loader), lambda accelerator, *loaders: loaders)
+    return run
 
 
 def test_a_step_that_ignores_a_microbatch_does_not_shift_the_data_of_later_steps():
@@ -110,7 +117,12 @@ def test_a_step_that_ignores_a_microbatch_does_not_shift_the_data_of_later_steps
     loader.set_epoch = lambda epoch: None  # as a prepared one has
     taken, read = [], []
     loader.collate_fn = lambda x: read.append(x) or torch.tensor(x)
-    for _, microbatches in recipe.Steps(loader, 3, args).left_in(0):
+    run = prepared_run(args, loader, accumulation=3)
+    run.log_every = 1
+    run.scheduler = SimpleNamespace(get_last_lr=lambda: [0.1])
+    run.checkpoints = SimpleNamespace(due=lambda step: False)
+    run.metrics = SimpleNamespace(timed_next=next)
+    for microbatches in run.steps(0):
         taken.append(next(microbatches).tolist())
         assert len(read) == 3 * len(taken) - 2
     assert taken == [[0, 1], [6, 7], [12, 13]]

@@ -87,13 +87,14 @@ class Draws(Dataset):
         return index, torch.rand(()).item(), numpy.random.rand(), random.random()
 
 
-def order_and_draws(seed, epoch):
+def order_and_draws(seed, epoch, directory):
     """The indices of the samples in the order of an epoch, and what each of them has drawn."""
-    flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": "x"}
-    args = SimpleNamespace(**flags, seed=seed, hang_timeout=600, batch_size=8)
-    accelerator = recipe.make_accelerator(args, "fp32")
+    flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": directory}
+    flags |= {"hang_timeout": 600, "batch_size": 8, "global_batch_size": None}
+    accelerator = recipe.Run(SimpleNamespace(**flags, seed=seed), "fp32").accelerator
     faulthandler.cancel_dump_traceback_later()
     loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
+    args = SimpleNamespace(batch_size=8, seed=seed)
     loaders = recipe.reproducible((loader, DataLoader(Draws())), args)
     loader = accelerator.prepare(loaders[0])
     loader.set_epoch(epoch)
@@ -102,14 +103,14 @@ def order_and_draws(seed, epoch):
     return tuple(sample[0] for sample in samples), samples
 
 
-def test_each_seed_and_epoch_has_its_own_order_and_its_own_random_numbers():
+def test_each_seed_and_epoch_has_its_own_order_and_its_own_random_numbers(tmp_path):
     """Also the second epoch of a seed and the first one of the next seed."""
-    epochs = [order_and_draws(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    epochs = [order_and_draws(seed, epoch, tmp_path) for seed in (0, 1) for epoch in (0, 1)]
     assert len({order for order, _ in epochs}) == 4
     assert [sorted(order) for order, _ in epochs] == [list(range(40))] * 4
     for generator in (1, 2, 3):
         assert len({sample[generator] for _, samples in epochs for sample in samples}) == 160
-    assert order_and_draws(1, 1) == epochs[-1]
+    assert order_and_draws(1, 1, tmp_path) == epochs[-1]
 
 
 class OwnEpoch(Draws):

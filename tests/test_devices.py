@@ -2,7 +2,6 @@
 and raise an error when they are mixed with the CPU's. They have no values, and without a driver no
 backward pass. `evaluate` and the shared infrastructure are the same text in amp and sharded."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -58,21 +57,18 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     images, labels = batch = next(iter(loader))
     assert images.device == labels.device == GPU
     assert images.is_contiguous(memory_format=torch.channels_last)
-    values = recipe.checked(recipe.compute_loss(model, batch))
+    values, _ = recipe.checked(recipe.compute_loss(model, batch, None))
     assert values["loss"].device == GPU
-    written = []
-    metrics = SimpleNamespace(accelerator=accelerator, config={"global_batch_size": 3}, names=[])
-    vars(metrics).update(parts=1, sums=0, step=0, last_line=0, clock=0.0, bar=0)
-    vars(metrics).update(steps=SimpleNamespace(data_seconds=0.0), start_clock=nullcontext)
-    metrics.progress = SimpleNamespace(advance=lambda bar: None)
-    metrics.write = lambda event, *_: written.append(event)
-    metrics.gather = lambda norms: recipe.Metrics.gather(metrics, norms)
-    recipe.Metrics.add(metrics, 1, [values, values])
+    run = SimpleNamespace(accelerator=accelerator, model=model, step=1, learning_rate=0.1)
+    run.args = SimpleNamespace(global_batch_size=3)
+    metrics = SimpleNamespace(run=run, names=[], sums=0, data_seconds=0.0, last_line=0, clock=0.0)
+    vars(metrics).update(bar=0, progress=SimpleNamespace(advance=lambda bar: None))
+    recipe.Metrics.add(metrics, [values, values])
     assert metrics.sums.device == GPU
-    recipe.Metrics.log(metrics, torch.ones((), device=GPU), 0.1, torch.ones((), device=GPU))
-    assert written == ["train"]
+    line, _, norms, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
+    assert line["grad_norm"] == 1 and norms.shape == (1, 2)
     # An evaluation, too.
-    hang = SimpleNamespace(progress=0)
-    stop = SimpleNamespace(vote=lambda: 0)
-    test = recipe.evaluate(accelerator, model, test_loader, hang, stop)
+    run.exit_if_stopped = lambda: None
+    run.on_main_process = lambda function, *arguments: function(*arguments)
+    test = recipe.evaluate(run, model, test_loader)
     assert test.keys() == {"test_loss", "test_accuracy"}

@@ -96,14 +96,14 @@ def with_gate(recipe, run):
             signals.append(number)
             super().receive(number)
 
-    def train_step(*arguments):
-        steps.append(arguments[-2])
+    def train_step(training, *arguments):
+        steps.append(training.step)
         Path(run["directory"], f"start-{steps[0]:04}-{rank}-of-{world}").touch()
         if run["gate"] == [world, len(steps)]:
             Path(run["directory"], f"gate-{world}").touch()
             while not signals:
                 time.sleep(0.05)
-        return step_of_recipe(*arguments)
+        return step_of_recipe(training, *arguments)
 
     recipe.StopSignal = Signal
     recipe.train_step = train_step

@@ -54,12 +54,17 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
     pairs = scores[positive][:, None] - scores[~positive]
     exact = ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
     assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
+    # Of two classes both have this value; a third one has no samples.
+    logits = torch.stack((-scores, scores, torch.full((90,), -1e3)), dim=1)
+    batch = None, positive.long()
+    outputs = auroc.compute_loss(lambda images: logits, batch, None)["outputs"]
+    assert auroc.test_metrics(list(outputs), None) == {"auroc": pytest.approx(exact)}
 
 
 def test_both_players_of_the_gan_have_their_own_gradients():
     game, images = gan.Game(), torch.randn(4, 3, 32, 32)
     torch.manual_seed(3)
-    gan.compute_loss(game, (images, None))["loss"].mean().backward()
+    gan.compute_loss(game, (images, None), None)["loss"].mean().backward()
     torch.manual_seed(3)
     made = game.generator(torch.randn(4, gan.LATENT))
     losses = {
@@ -131,7 +136,7 @@ def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
 def test_distillation_is_the_papers_loss():
     ours, theirs, labels = torch.randn(6, 10).double(), torch.randn(6, 10).double(), torch.arange(6)
     batch = None, torch.cat((labels[:, None], theirs), dim=1)
-    loss = distillation.compute_loss(lambda images: ours, batch)["loss"]
+    loss = distillation.compute_loss(lambda images: ours, batch, None)["loss"]
     p, q = (logits.div(4).softmax(1) for logits in (theirs, ours))
     of_labels = -ours.softmax(1)[labels, labels].log()
     exact = 0.1 * of_labels + 0.9 * 16 * (p * (p / q).log()).sum(1)
@@ -140,7 +145,7 @@ def test_distillation_is_the_papers_loss():
 
 def test_a_view_has_to_find_its_partner_among_all_views_but_itself():
     outputs = torch.randn(8, 5).double()
-    values = contrastive.compute_loss(lambda views: outputs, (torch.rand(4, 3, 8, 8), None))
+    values = contrastive.compute_loss(lambda views: outputs, (torch.rand(4, 3, 8, 8), None), None)
     views = F.normalize(outputs)
     losses, found = [], []
     for i, view in enumerate(views):
@@ -173,16 +178,15 @@ def test_the_mean_iou_is_that_of_all_pixels_that_count():
     logits, labels = torch.randn(9, 4, 5, 5), torch.randint(3, (9, 5, 5))
     labels[torch.rand(9, 5, 5) < 0.4] = 255
     labels[0] = 255
-    values = segmentation.compute_loss(lambda images: logits, (None, labels))
-    weight = values.pop("weight")
-    test = {f"test_{x}": (y * weight).sum() / weight.sum() for x, y in values.items()}
+    values = segmentation.compute_loss(lambda images: logits, (None, labels), None)
     truth, found = labels[labels != 255], logits.argmax(1)[labels != 255]
     pairs = [(truth == c, found == c) for c in range(4)]
     ious = [(x & y).sum().item() / (x | y).sum().item() for x, y in pairs]
-    exact = pytest.approx(sum(ious) / 4, rel=ROUNDING_FLOAT32)
-    assert float(segmentation.mean_iou(test, 4)) == exact
+    results = segmentation.test_metrics(list(values["outputs"]), None)
+    assert results == {"miou": pytest.approx(sum(ious) / 4, rel=ROUNDING_FLOAT32)}
+    loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
     exact = F.cross_entropy(logits.double(), labels, ignore_index=255).item()
-    assert float(test["test_loss"]) == pytest.approx(exact, rel=ROUNDING_FLOAT32)
+    assert loss.item() == pytest.approx(exact, rel=ROUNDING_FLOAT32)
 
 
 def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
@@ -342,9 +346,9 @@ def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
     script = tmp_path / "mine.py"
     make(script, "ddp", "best_weights", "trace")
     text = script.read_text()
-    write = '        metrics.write("evaluation", test)\n'
-    given = f'        test["test_loss"] = abs(epoch - 2.1)\n{write}'
-    for before, after in (("PATIENCE = 5", "PATIENCE = 2"), (write, given)):
+    evaluated = "run.log_evaluation(evaluate(run, model, test_loader))"
+    given = 'run.log_evaluation({"test_loss": abs(epoch - 2.1)})'
+    for before, after in (("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given)):
         assert text.count(before) == 1
         text = text.replace(before, after)
     script.write_text(text)

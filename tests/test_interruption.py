@@ -130,7 +130,7 @@ CTRL_C = """
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGQUIT)
@@ -151,14 +151,14 @@ plain_loss = compute_loss
 evaluated = 0
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     global evaluated
     if not model.training:
         evaluated += 1
         say(f"evaluates batch {evaluated}")
         if evaluated == 2 and os.environ["RANK"] == os.environ.get("SIGNALLED"):
             os.kill(os.getpid(), signal.SIGTERM)
-    return plain_loss(model, batch)
+    return plain_loss(model, batch, args)
 """
 
 
@@ -185,11 +185,10 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 plain_step = train_step
 
 
-def train_step(*arguments):
-    step = arguments[-2]
-    if step in (2, 5):
-        os.kill(os.getpid(), signal.SIGHUP if step == 2 else signal.SIGTERM)
-    return plain_step(*arguments)
+def train_step(run, *arguments):
+    if run.step in (2, 5):
+        os.kill(os.getpid(), signal.SIGHUP if run.step == 2 else signal.SIGTERM)
+    return plain_step(run, *arguments)
 """
 LINE = "        resource_tracker.ensure_running()"
 EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
@@ -229,11 +228,11 @@ def load_data(args, accelerator):
 plain_step = train_step
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, *more):
+def train_step(run, model, optimizer, scheduler, microbatches):
     microbatches = list(microbatches)
     while not os.path.exists("worker"):
         time.sleep(0.01)
-    return plain_step(accelerator, model, optimizer, scheduler, microbatches, *more)
+    return plain_step(run, model, optimizer, scheduler, microbatches)
 """
 
 
@@ -255,10 +254,10 @@ WAITS = """
 plain_step = train_step
 
 
-def train_step(*arguments):
-    while arguments[-2] == 3 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
+def train_step(run, *arguments):
+    while run.step == 3 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
         time.sleep(0.05)
-    return plain_step(*arguments)
+    return plain_step(run, *arguments)
 """
 STARTS = {
     "alone": ("ddp_cifar", 1, [sys.executable]),

@@ -27,12 +27,12 @@ GATE = """
 train_step_of_recipe = train_step
 
 
-def train_step(*arguments):
-    if arguments[-2] == 12:  # in mid-epoch; the Job's second start is behind it
+def train_step(run, *arguments):
+    if run.step == 12:  # in mid-epoch; the Job's second start is behind it
         Path("gate").touch()
         while Path("wait").exists():
             time.sleep(0.05)
-    return train_step_of_recipe(*arguments)
+    return train_step_of_recipe(run, *arguments)
 """
 
 

@@ -14,8 +14,7 @@ TWO_GPUS = {"device_count": 2, "is_available": True, "init": None}
 
 @pytest.fixture
 def start(monkeypatch):
-    """Call `make_accelerator` of a recipe with fakes of torch's GPUs and of the Accelerator; return
-    that and the flags."""
+    """Make a recipe's `Run` with fakes of torch's GPUs and of the Accelerator."""
 
     def call(recipe="ddp_cifar", precision="fp32", environment=(), sees=1, **fakes):
         for name, value in dict(environment).items():
@@ -23,6 +22,7 @@ def start(monkeypatch):
         module = load(f"recipes/{recipe}.py", exits=True)
         monkeypatch.setattr(torch.cuda, "set_device", call.devices.append)
         flags = {"cpu": False, "threads": None, "log_every": None, "tracker": None, "seed": 0}
+        flags |= {"batch_size": 8, "global_batch_size": None}
         args = SimpleNamespace(**flags, output_dir="x", hang_timeout=600)
         for name, value in fakes.items():
             if name in flags:
@@ -39,6 +39,7 @@ def start(monkeypatch):
             PrefixStore=lambda _, store: store,
             HashStore=lambda: None,
             init_process_group=lambda *_: None,
+            new_group=lambda *_: None,
             set_debug_level_from_env=lambda: None,
         )
 
@@ -47,10 +48,12 @@ def start(monkeypatch):
             return SimpleNamespace(**options, **of_this_process)
 
         module.Accelerator = accelerator
-        return module.make_accelerator(args, precision), args
+        for name in ("lock_output_directory", "set_run_id", "keep_script"):
+            setattr(module, name, lambda directory: None)
+        return module.Run(args, precision)
 
     call.devices = []
-    # Set by `make_accelerator`: monkeypatch undoes it only if it knows of it.
+    # Set by `choose_device`: monkeypatch undoes it only if it knows of it.
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -70,19 +73,19 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     counted = []  # before CUDA is initialised, torch counts a GPU of which one part is used as one
     fakes = {"init": lambda: counted.append("init"), "device_count": lambda: len(counted) and 2}
-    accelerator, args = start(environment=ranks, sees=2, **{**TWO_GPUS, **fakes})
-    assert start.devices == [1] and not accelerator.cpu
+    run = start(environment=ranks, sees=2, **{**TWO_GPUS, **fakes})
+    assert start.devices == [1] and not run.accelerator.cpu
     assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
     assert torch.get_num_threads() == 3
-    assert args.log_every == 50
-    loading = accelerator.dataloader_config
+    assert run.log_every == 50
+    loading = run.accelerator.dataloader_config
     assert loading.non_blocking, "the host would wait at each batch for the step before it"
 
 
 def test_without_a_gpu_the_accelerator_is_told_to_use_the_cpu(start):
     """Otherwise the processes of a launch would not see each other."""
-    accelerator, args = start(device_count=0)
-    assert accelerator.cpu and start.devices == [] and args.log_every == 10
+    run = start(device_count=0)
+    assert run.accelerator.cpu and start.devices == [] and run.log_every == 10
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
     old = {"device_count": 1, "is_available": False}
     with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.*; or add --cpu"):
         start(**old)
-    assert start(cpu=True, **old)[0].cpu
+    assert start(cpu=True, **old).accelerator.cpu
 
 
 def test_processes_that_do_not_see_each_other_are_an_error(start):
@@ -153,8 +156,8 @@ def test_cpu_means_no_gpu_however_many_torch_counts(start, rocm):
         visible.append([os.environ.get(f"{name}_VISIBLE_DEVICES") for name in ("CUDA", "HIP")])
         return True
 
-    accelerator, _ = start(cpu=True, environment=rocm, **{**TWO_GPUS, "is_available": is_available})
-    assert accelerator.cpu and start.devices == []
+    run = start(cpu=True, environment=rocm, **{**TWO_GPUS, "is_available": is_available})
+    assert run.accelerator.cpu and start.devices == []
     assert all(x == ["", ""] for x in visible)
 
 

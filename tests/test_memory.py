@@ -22,13 +22,13 @@ take_step = train_step
 steps = []
 
 
-def train_step(accelerator, model, optimizer, *others):
+def train_step(run, model, optimizer, *others):
     gc.collect()  # what the counter itself has left in cycles
     steps.append(1)
     if len(steps) == 2:  # in the first one a pipeline finds its shapes, DDP makes other buckets
         counter.track_external(model, optimizer)
         counter.__enter__()
-    result = take_step(accelerator, model, optimizer, *others)
+    result = take_step(run, model, optimizer, *others)
     peak = counter.get_tracker_snapshot("peak")
     Path(f"peak-{os.environ['RANK']}").write_text(str(sum(x["Total"] for x in peak.values())))
     return result

@@ -24,6 +24,10 @@ RETURNED = {
     "a number": ({"loss": LOSS, "iou": 0.5}, "loss: torch.Size([8]), iou: <class 'float'>"),
     "only a number": ({"loss": 0.5}, "loss: <class 'float'>"),
     "another mean": ({"loss": LOSS, "x": LOSS.mean()}, "loss: torch.Size([8]), x: torch.Size([])"),
+    "other outputs": (
+        {"loss": LOSS, "outputs": [1, 2]},
+        "loss: torch.Size([8]), outputs: 2 of them",
+    ),
 }
 
 
@@ -38,7 +42,7 @@ def test_a_loss_that_is_not_one_value_per_sample_is_an_error(case):
 def test_metrics_that_differ_between_batches_are_an_error():
     metrics = SimpleNamespace(names=[], sums=0)
     with pytest.raises(Exit, match="compute_loss: return the same keys"):
-        recipe.Metrics.add(metrics, 1, [{"loss": LOSS}, {"loss": LOSS, "hit": LOSS}])
+        recipe.Metrics.add(metrics, [{"loss": LOSS}, {"loss": LOSS, "hit": LOSS}])
 
 
 @pytest.mark.parametrize("counted", [7, 9, 16])
@@ -100,9 +104,10 @@ def test_a_model_in_eval_mode_is_an_error():
 
 
 def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
-    accelerator = SimpleNamespace(is_main_process=True)
     states = {"own": SimpleNamespace(state_dict=lambda: {"path": Path("x")})}
-    checkpoints = recipe.Checkpoints(accelerator, {"output_dir": str(tmp_path)}, states)
+    run = SimpleNamespace(directory=tmp_path, config={}, facts={}, may_differ=())
+    run.storage = recipe.FileStorage(run, states)
+    checkpoints = recipe.Checkpoints(run)
     with pytest.raises(Exit, match=r"cannot write .*step-00000001.pt.*UnpicklingError"):
         checkpoints.save(1, "")
     assert list(tmp_path.iterdir()) == []

@@ -76,7 +76,9 @@ CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]
 def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin):
     flags = SimpleNamespace(model="resnet50", stem=stem, split=split)
     model = recipe.build_model(flags).eval().double()
-    first, second = recipe.cut(recipe.model_blocks(model), flags)
+    blocks = recipe.model_blocks(model)
+    recipe.set_split(flags, list(blocks))
+    first, second = recipe.cut(blocks, flags.split)
     assert next(iter(second)) == begin
     chain = nn.Sequential(*first.values(), *second.values())
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -90,7 +92,10 @@ class OwnForward(nn.Sequential):
 
 
 def cut(*blocks, split="1"):
-    recipe.cut(recipe.model_blocks(nn.Sequential(*blocks)), SimpleNamespace(split=split))
+    flags = SimpleNamespace(split=split)
+    blocks = recipe.model_blocks(nn.Sequential(*blocks))
+    recipe.set_split(flags, list(blocks))
+    recipe.cut(blocks, flags.split)
 
 
 def count_pipelines(world_size=1, **more):
@@ -104,11 +109,11 @@ def last_stage(batch, keys=("loss",)):
     """Evaluate a batch on the last stage of a pipeline whose first batch was four samples."""
 
     def evaluate(target, return_outputs):
-        model.chunk_metrics.append(dict.fromkeys(keys, torch.zeros(4)))
+        model.chunk_values.append(dict.fromkeys(keys, torch.zeros(4)))
 
     model = SimpleNamespace(batch_size=4, batch_shapes=[(4, 2), (4,)], training=False, chunks=1)
-    model.chunk_metrics = []
-    model.metric_names = ["loss"]
+    model.chunk_values = []
+    model.keys = ["loss"]
     model.group = SimpleNamespace(rank=lambda: 1)
     model.schedule = SimpleNamespace(eval=evaluate)
     return recipe.run_pipeline(model, batch)
@@ -142,6 +147,41 @@ def test_a_mistake_is_one_line_that_names_it(mistake):
 def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
     ranks = re.findall("^mine: error: rank (.): compute_loss: return {", outcome.output, re.M)
     assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output
+
+
+OUTPUTS = """
+plain_loss = compute_loss
+
+
+def compute_loss(model, batch, args):
+    kind = batch[1] if "--batch-size=24" in sys.argv else [{"label": x} for x in batch[1]]
+    return {**plain_loss(model, batch, args), "outputs": kind}
+
+
+def test_metrics(outputs, args):
+    labels = [x if torch.is_tensor(x) else x["label"] for x in outputs]
+    return {"places": sum(place * label.item() for place, label in enumerate(labels))}
+"""
+SIZES = {size: ["--split", 1, f"--batch-size={size}"] for size in (16, 24)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(
+            size,
+            marks=pytest.mark.copied("pipeline_cifar", project=OUTPUTS, processes=4, flags=flags),
+        )
+        for size, flags in SIZES.items()
+    ],
+)
+def test_the_outputs_of_the_last_stages_come_in_the_order_of_the_test_set(outcome, size):
+    """Objects, and rows of tensors; the last batch is incomplete, or there are none left."""
+    assert set(outcome.codes) == {0}, outcome.output
+    _, labels = recipe.synthetic_images(64, seed=2)
+    summary = json.loads((outcome.directory / "run/summary.json").read_text())
+    assert summary["test_places"] == sum(i * label.item() for i, label in enumerate(labels))
 
 
 TIED = """

@@ -58,7 +58,7 @@ def model_blocks(model):  # of the pipeline
     return sequential_blocks(model)
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     inputs, targets = batch
     error = model(inputs) - targets
     below = error.mean(1) < 0

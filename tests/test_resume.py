@@ -81,11 +81,11 @@ def build_model(args):
     return plain_model(args).insert(0, nn.Sequential(Growing()))
 
 
-def train_step(*arguments):
-    if arguments[-2] == int(os.environ.get("ENDS", 0)):
+def train_step(run, *arguments):
+    if run.step == int(os.environ.get("ENDS", 0)):
         os._exit(7)
     say(f"mapped files: {'/step-' in Path('/proc/self/maps').read_text()}")
-    return plain_step(*arguments)
+    return plain_step(run, *arguments)
 """
 
 

@@ -66,11 +66,11 @@ WEIGHTED = """
 plain_loss = compute_loss
 
 
-def compute_loss(model, batch):
-    return {**plain_loss(model, batch), "weight": batch[1] + 0.5}
+def compute_loss(model, batch, args):
+    return {**plain_loss(model, batch, args), "weight": batch[1] + 0.5}
 """
 FILES = """
-ShardedCheckpoints.file_size = 1000  # a small checkpoint has as many files as a large one
+ShardedStorage.file_size = 1000  # a small checkpoint has as many files as a large one
 """
 EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
     "1": (1, ["--batch-size", 32]),
@@ -205,10 +205,10 @@ def reduce_scatter(*arguments, **options):
 setattr(distributed, SCATTER, reduce_scatter)
 
 
-def train_step(accelerator, model, optimizer, scheduler, microbatches, args, number, measure_norm):
+def train_step(run, model, optimizer, scheduler, microbatches):
     rank, step, what = json.loads(os.environ.get("DISTURB", "[0, 0, 0]"))
     microbatches = list(microbatches)
-    if (accelerator.process_index, number) == (rank, step):
+    if (RANK, run.step) == (rank, step):
         if what == "nan":
             microbatches[0][0].fill_(math.nan)
         elif what == "stop":
@@ -217,8 +217,7 @@ def train_step(accelerator, model, optimizer, scheduler, microbatches, args, num
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
         else:
             sys.addaudithook(partial(kill_at, what))
-    more = microbatches, args, number, measure_norm
-    return plain_train_step(accelerator, model, optimizer, scheduler, *more)
+    return plain_train_step(run, model, optimizer, scheduler, microbatches)
 
 
 def kill_at(moment, event, arguments):
@@ -566,7 +565,7 @@ FILE_SIZE = 2**22
 MEASURED = f"""
 import ctypes
 
-ShardedCheckpoints.file_size = {FILE_SIZE}
+ShardedStorage.file_size = {FILE_SIZE}
 libc = ctypes.CDLL(None)
 libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger blocks are given back when they are freed
 plain_fsync = os.fsync
@@ -604,7 +603,7 @@ def fsync(descriptor):
 
 
 os.fsync = fsync
-for owner, name in ((ShardedCheckpoints, "write"), (ShardedCheckpoints, "read"), (dcp, "load")):
+for owner, name in ((ShardedStorage, "write"), (ShardedStorage, "read"), (dcp, "load")):
     setattr(owner, name, with_peak(name, getattr(owner, name)))
 """
 

@@ -22,7 +22,7 @@ OWN = {
     "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer"},
 }
 # Functions of the reference that it does not have.
-DDP = {"rebuild_buckets", "broadcast_buffers"}
+DDP = {"set_up_ddp", "broadcast_buffers"}
 WITHOUT = {"amp_cifar": set(), "pipeline_cifar": DDP, "sharded_cifar": DDP}
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
@@ -31,24 +31,23 @@ OF_THE_BASELINE |= {"seed_rng", "ImageTensors", "cifar10", "synthetic_images"}
 
 def shared_block(path):
     """Return the block with its banner."""
-    return "".join(parts(path)[1:3])
+    return "".join(parts(path)[1:])
 
 
 def definitions(path):
     """Return {name: (lines, whether it is shared)} of the functions and classes of a recipe."""
     first = parts(path)[0].count("\n")
-    last = first + shared_block(path).count("\n")
     text = path.read_text()
     lines = text.splitlines()
     return {
-        node.name: (lines[node.lineno - 1 : node.end_lineno], first < node.lineno <= last)
+        node.name: (lines[node.lineno - 1 : node.end_lineno], first < node.lineno)
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
 
 
 def own_definitions(path):
-    """Return {name: lines} of the training code, and of the recipe's own part."""
+    """Return {name: lines} of the owner's part."""
     return {name: lines for name, (lines, shared) in definitions(path).items() if not shared}
 
 
@@ -58,11 +57,11 @@ def test_no_recipe_escapes_these_tests():
 
 
 def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
-    _, banner, block, _ = parts(REFERENCE)
+    _, banner, block = parts(REFERENCE)
     assert f" {checksum(block)}: " in banner and len(banner) == 101, "run `make sync`"
-    assert block.count("\n# -----") == 5
+    assert block.count("\n# -----") == 6, "sections"
     names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
-    classes = {"Metrics", "Steps", "Checkpoints", "StopSignal", "HangDetector"}
+    classes = {"Run", "Metrics", "Checkpoints", "FileStorage", "StopSignal", "HangDetector"}
     assert classes | {"parse_args", "exit_with_error", "make_accelerator"} <= names
 
 
@@ -132,7 +131,7 @@ def project(tmp_path):
     assert process.returncode == 0, process.stderr
     (tmp_path / MINE).parent.mkdir()
     text = (recipes / "amp_cifar.py").read_text()
-    older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 machinery\2", text)
+    older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 shared infrastructure\2", text)
     (tmp_path / MINE).write_text(older, newline="\r\n")
     return sync
 
@@ -190,16 +189,16 @@ def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(p
     assert load(tmp_path / MINE).INDENTED == "a"
 
 
-SECOND_BANNER = re.search("# =+ this recipe's own", REFERENCE.read_text())[0]
+BANNER = parts(REFERENCE)[1].strip()
+SECOND_BANNER = "# ===== this recipe's own"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "copy", "message"),
     [
-        ("def describe(", f"{SECOND_BANNER}\ndef describe(", MINE, "or nowhere: describe: see"),
-        ("def save_weights(", "def store(", MINE, "or nowhere: save_weights: see diff"),
+        ("def choose_device(", "def choose_gpu(", MINE, "or nowhere: choose_device: see diff"),
         ("def say(", "train_step = 1\n\n\ndef say(", MINE, "twice, or nowhere: train_step: see"),
-        (SECOND_BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
+        (BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
         ("def say(", "def say(", "project/recipes/data_parallel_cifar.py", "no shared block"),
         ("def say(", "def say(", "none.py", "No such file"),
     ],
@@ -210,3 +209,12 @@ def test_make_sync_changes_nothing_if_the_copy_would_not_run(project, old, new, 
     assert process.returncode != 0 and before == after
     line, _ = process.stderr.splitlines()  # the second one is of make
     assert line.startswith("nothing was written: ") and re.search(message, line), line
+
+
+def test_make_sync_leaves_a_copy_of_the_earlier_structure_as_it_is(project, tmp_path):
+    """Such a copy has functions of its owner's below the block, too."""
+    end = 'if __name__ == "__main__":'
+    process, before, after = project("my_cifar.py", end, f"{SECOND_BANNER}\n{end}", MINE)
+    assert process.returncode != 0 and before == after
+    line, _ = process.stderr.splitlines()
+    assert re.match("nothing was written: .*my_cifar.py: .*earlier structure.*`make new`", line)

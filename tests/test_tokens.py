@@ -38,7 +38,7 @@ def build_model(args):
     return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 20))
 
 
-def compute_loss(model, batch):
+def compute_loss(model, batch, args):
     logits = model(batch[:, :-1]).transpose(1, 2)
     disturb(model, logits)
     counted = (batch[:, 1:] != 0).sum(1)
@@ -57,15 +57,16 @@ def make_optimizer(model, args, total_steps):
 # Of process 1 the whole share, and of one process's two microbatches the second one.
 NO_TARGETS = ("[2, 47, 5, 30, 11, 3, 19, 8]", "[2, 47, 5, 30, 0, 0, 0, 0]")
 SCALER = """
-plain_description = describe
+plain_description = Run.describe
 
 
-def describe(args, accelerator, *more, **values):
-    accelerator.native_amp = True  # as on a GPU, but for autocast
-    accelerator.state._mixed_precision = "fp16"
-    return plain_description(args, accelerator, *more, **values)
+def describe(run, optimizer):
+    run.accelerator.native_amp = True  # as on a GPU, but for autocast
+    run.accelerator.state._mixed_precision = "fp16"
+    return plain_description(run, optimizer)
 
 
+Run.describe = describe
 accelerator_without_scaler = make_accelerator
 
 

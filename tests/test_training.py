@@ -24,9 +24,10 @@ recipe = load("recipes/ddp_cifar.py", exits=True)
 
 
 def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_processes(tmp_path):
+    """The main process gives the outputs of all to `test_metrics`, in the order of the test set."""
     found = answers("evaluation", tmp_path, {n: (n,) for n in (1, 2, 4)})
     for processes, cases in found.items():
-        assert len(cases) == 20
+        assert len(cases) == 40
         for size, (told, direct) in cases.items():
             assert told == pytest.approx(direct, abs=ROUNDING), (
                 f"{size} samples, {processes} processes"
@@ -42,8 +43,8 @@ def build_model(args):
 plain_loss = compute_loss
 
 
-def compute_loss(model, batch):
-    values = plain_loss(model, batch)
+def compute_loss(model, batch, args):
+    values = plain_loss(model, batch, args)
     return {**values, "loss": values["loss"] * torch.rand(len(batch[1]))}
 """
 
@@ -68,7 +69,11 @@ def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
 def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
     """Also where its norm overflows: clipped to infinity, it would be NaN."""
     accelerator = accelerate.Accelerator(cpu=True)
-    monkeypatch.setattr(recipe, "compute_loss", lambda model, x: {"loss": 1e30 * model(x)[:, 0]})
+
+    def huge_loss(model, x, args):
+        return {"loss": 1e30 * model(x)[:, 0]}
+
+    monkeypatch.setattr(recipe, "compute_loss", huge_loss)
     args, schedule = SimpleNamespace(seed=0, clip_norm=None), SimpleNamespace(step=lambda: None)
     weights = []
     for measure in (False, True):
@@ -76,8 +81,8 @@ def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
         torch.nn.init.ones_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-31)
         batches = iter([torch.ones(4, 2)])
-        training = (accelerator, model, optimizer, schedule, batches, args, 1, measure)
-        _, norm = recipe.train_step(*training)
+        run = SimpleNamespace(accelerator=accelerator, args=args, step=1, line_due=measure)
+        _, norm = recipe.train_step(run, model, optimizer, schedule, batches)
         weights.append(model.weight.tolist())
     assert weights[0] == weights[1] != [[1, 1]] and norm.isinf()
 

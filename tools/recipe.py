@@ -14,20 +14,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "recipes/ddp_cifar.py"
 COPIES = [ROOT / f"recipes/{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
-BANNER = re.compile(r"^# =+ (?:machinery|shared infrastructure)\b.*\n", re.MULTILINE)
+BANNER = re.compile(r"^# =+ shared infrastructure\b.*\n", re.MULTILINE)
+OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
+OLDER += "make a copy by `make new` with the same examples, and put your functions into it"
 
 
 def parts(path):
-    """Return a recipe in four parts: up to the banner, the banner, the shared block, the rest.
-    Raise ValueError if it has no shared block, SyntaxError if it is not Python."""
+    """Return a recipe in three parts: its owner's, the banner, and the shared block to the end of
+    the file. Raise ValueError if it has no such block, SyntaxError if it is not Python."""
     text = path.read_text("utf-8")
     ast.parse(text, path)  # an error names the file and the line
     banner = BANNER.search(text)
-    block, end, rest = text[banner.end() :].partition("# =====") if banner else ("", "", "")
-    if not end:
-        kind = "a copy of ddp, amp, pipeline or sharded with both its lines '# ====='"
+    if not banner:
+        kind = "a copy of ddp, amp, pipeline or sharded with its line '# ====='"
         raise ValueError(f"{path} has no shared block to update: it is not {kind}")
-    return text[: banner.start()], banner[0], block, end + rest
+    before, block = text[: banner.start()], text[banner.end() :]
+    if "\n# =====" in block:
+        raise ValueError(f"{path}: {OLDER}")
+    return before, banner[0], block
 
 
 def checksum(text):

@@ -4,9 +4,9 @@
     python tools/sync.py  # into the other recipes
     python tools/sync.py ../mine/train.py  # into a copy of a recipe
 
-It stands between two banners, "# === ... CHECKSUM" and "# === this recipe's own". Missing imports
-are added. Nothing is written if a block was edited by hand (it is not the one of its checksum), or
-if names would be undefined or defined twice.
+It stands below the banner "# === ... CHECKSUM", to the end of the file. Missing imports are added.
+Nothing is written if a block was edited by hand (it is not the one of its checksum), or if names
+would be undefined or defined twice.
 """
 
 import difflib
@@ -24,17 +24,17 @@ def check_unedited(path, banner, block, newest):
     texts = [x.splitlines(keepends=True) for x in (block, newest)]
     sys.stdout.writelines(difflib.unified_diff(*texts, str(path), REFERENCE.name))
     why = "its shared block was edited, or is too old, as shown above"
-    remedy = f"paste that of {REFERENCE.name} over it, and define what you changed below it"
+    remedy = f"paste that of {REFERENCE.name} over it, and put your changes into functions above it"
     raise ValueError(f"{path}: {why}: {remedy}")
 
 
 def updated(path, banner, newest):
     """Return the text of a file with the newest block, and the import lines that were added."""
-    before, old_banner, old, rest = parts(path)
+    before, old_banner, old = parts(path)
     check_unedited(path, old_banner, old, newest)
     reference = REFERENCE.read_text("utf-8")
     (ours, _), (known, _) = names(reference), imports(reference)
-    undefined = names(before + newest + rest)[1]
+    undefined = names(before + newest)[1]
     added = sorted(known[name] for name in undefined & known.keys())
     twice = (names(newest)[0] - names(old)[0]) & names(before)[0]
     # Only names that the recipes know: a star import may define others.
@@ -44,11 +44,11 @@ def updated(path, banner, newest):
         raise ValueError(f"{path}: {what}: {found}: see diff {REFERENCE} {path}")
     lines, last = before.split("\n"), imports(before)[1]
     lines[last:last] = added
-    return "\n".join(lines) + banner + newest + rest, added
+    return "\n".join(lines) + banner + newest, added
 
 
 def main(paths):
-    _, banner, newest, _ = parts(REFERENCE)
+    _, banner, newest = parts(REFERENCE)
     title = re.sub("( [0-9a-f]{12})?:", f" {checksum(newest)}:", banner.strip("# =\n"), count=1)
     banner = f"# {' ' + title:=>98}\n"
     results = {path: updated(path, banner, newest) for path in paths}

@@ -43,9 +43,9 @@ def watch_batches(recipe, directory, when, what):
     train_step = recipe.train_step
     steps = itertools.count(1)
 
-    def watched_step(accelerator, model, optimizer, scheduler, microbatches, *more):
+    def watched_step(run, model, optimizer, scheduler, microbatches):
         assert all(module.training for module in model.modules()), "after an evaluation, too"
-        assert more[0].clip_norm == 9, "in a step without a line, too"
+        assert run.args.clip_norm == 9, "in a step without a line, too"
         microbatches = list(microbatches)
         disturbance = what if next(steps) == when else None
         if disturbance == "stall":
@@ -56,7 +56,7 @@ def watch_batches(recipe, directory, when, what):
             for images, labels in microbatches:
                 content = images.numpy().tobytes() + labels.numpy().tobytes()
                 file.write(hashlib.sha256(content).hexdigest() + "\n")
-        return train_step(accelerator, model, optimizer, scheduler, microbatches, *more)
+        return train_step(run, model, optimizer, scheduler, microbatches)
 
     recipe.train_step = watched_step
 

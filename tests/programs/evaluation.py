@@ -6,29 +6,56 @@ samples]} to argv[1], with samples that count equally and with weights.
 
 import json
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
 from conftest import load
+from torch import distributed
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 recipe = load("recipes/ddp_cifar.py")
-hang = SimpleNamespace(progress=0)
-stop = SimpleNamespace(vote=lambda: 0)
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
+hang = SimpleNamespace(paused=nullcontext)
+run = SimpleNamespace(accelerator=accelerator, args=None, hang=hang, exit_if_stopped=lambda: None)
+run.cpu_group = distributed.group.WORLD if accelerator.use_distributed else None
+run.on_main_process = partial(recipe.Run.on_main_process, run)
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 data = torch.Generator().manual_seed(0)
 model = torch.nn.Linear(5, 10)
 answers = {}
+seen = []
 
 
-def weighted(model, batch):
-    return {**unweighted(model, batch), "weight": batch[1] + 1}
+def weighted(model, batch, args):
+    return {**unweighted(model, batch, args), "weight": batch[1] + 1}
+
+
+def with_rows(model, batch, args):
+    return {**unweighted(model, batch, args), "outputs": batch[0]}
+
+
+def with_objects(model, batch, args):
+    names = [f"sample {label}" for label in batch[1].tolist()]
+    return {**unweighted(model, batch, args), "outputs": names}
+
+
+def test_metrics(outputs, args):
+    seen.append(outputs)
+    return {"outputs": len(outputs)}
+
+
+recipe.test_metrics = test_metrics
+
+
+def same(one, other):
+    return torch.equal(one, other) if torch.is_tensor(one) else one == other
 
 
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
@@ -41,12 +68,22 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         "test_loss": F.cross_entropy(logits, labels, reduction="none"),
         "test_accuracy": logits.argmax(1) == labels,
     }
-    for compute_loss in (unweighted, weighted):
+    in_order = {
+        "with_rows": list(inputs),
+        "with_objects": [f"sample {label}" for label in labels.tolist()],
+    }
+    for compute_loss in (unweighted, weighted, with_rows, with_objects):
         weight = labels + 1.0 if compute_loss is weighted else torch.ones(size)
         weight /= weight.sum()
         direct = {name: (x * weight).sum().item() for name, x in values.items()}
         recipe.compute_loss = compute_loss
-        told = recipe.evaluate(accelerator, prepared, loader, hang, stop)
+        told = recipe.evaluate(run, prepared, loader)
+        direct["test_outputs"] = size if compute_loss.__name__ in in_order else 0
+        expected = in_order.get(compute_loss.__name__, []) if accelerator.is_main_process else []
+        for outputs in seen:
+            assert all(map(same, outputs, expected)) and len(outputs) == len(expected)
+        assert len(seen) == accelerator.is_main_process
+        seen.clear()
         answers[f"{size} {compute_loss.__name__}"] = [told, direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))

@@ -20,7 +20,7 @@ path, device, precision = sys.argv[1:]
 cuda = device == "cuda"
 recipe = load("recipes/amp_cifar.py")
 args = SimpleNamespace(data="synthetic", model="simple_cnn", batch_size=2, global_batch_size=4)
-vars(args).update(cpu=not cuda, threads=None, tracker=None, hang_timeout=600, log_every=1)
+vars(args).update(cpu=not cuda, threads=None, tracker=None, hang_timeout=600, log_every=99)
 vars(args).update(clip_norm=None)
 vars(args).update(seed=0, lr=0.1, epochs=1, max_steps=None, output_dir=".", precision=precision)
 
@@ -46,26 +46,27 @@ def waits(function):
     return reads.count
 
 
-accelerator = recipe.make_accelerator(args, precision)
+run = recipe.Run(args, precision)
+accelerator = run.accelerator
 if precision == "fp16" and not cuda:  # as on a GPU
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu")
-loaders = recipe.reproducible(recipe.load_data(args, accelerator), args)
-train_loader, _ = accelerator.prepare(*loaders)
-steps = recipe.Steps(train_loader, 1, args).left_in(0)
+run.prepare_data(recipe.load_data(args, accelerator))
+steps = run.steps(0)
 model = recipe.build_model(args)
 optimizer, scheduler = recipe.make_optimizer(model, args, 100)
 model, optimizer = accelerator.prepare(model, optimizer)
-training = [accelerator, model, optimizer, scheduler]
-metrics = SimpleNamespace(names=[], sums=0, bar=0)
+training = [run, model, optimizer, scheduler]
+run.scheduler = scheduler
+run.checkpoints = SimpleNamespace(due=lambda step: False)
+run.metrics = metrics = SimpleNamespace(names=[], sums=0, bar=0, timed_next=next)
 metrics.progress = SimpleNamespace(advance=lambda bar: None)
 
 
 def three_steps():
     for _ in range(3):
-        step, microbatches = next(steps)
-        values, _ = recipe.train_step(*training, microbatches, args, step, False)
-        recipe.Metrics.add(metrics, step, values)
+        values, _ = recipe.train_step(*training, next(steps))
+        recipe.Metrics.add(metrics, values)
 
 
 three_steps()  # the first ones set up much

@@ -20,15 +20,14 @@ from torch.distributed import distributed_c10d
 
 recipe = load("recipes/pipeline_cifar.py")
 accelerator = Accelerator(cpu=True)
-accelerator.cpu_group = None  # the default group
 replicas = accelerator.num_processes // 2
 plain_loss = recipe.compute_loss
 answers = {}
 
 
-def weighted_loss(model, batch):
+def weighted_loss(model, batch, args):
     weight = batch[1] * (batch[1] + 1) // 2  # from 0 to 45
-    return {**plain_loss(model, batch), "weight": weight}
+    return {**plain_loss(model, batch, args), "weight": weight}
 
 
 def build_model(name):
@@ -62,7 +61,7 @@ def train_whole(model, batches, chunks, clip_norm):
     optimizer = make_optimizer(model, len(batches))
     for images, labels in batches:
         parts = zip(images.chunk(chunks), labels.chunk(chunks), strict=True)
-        values = [recipe.compute_loss(model, part) for part in parts]
+        values = [recipe.compute_loss(model, part, None) for part in parts]
         losses = torch.cat([x["loss"] for x in values])
         weights = torch.cat([x.get("weight", torch.ones_like(x["loss"])) for x in values])
         loss = (losses * weights).sum() / weights.sum()
@@ -78,20 +77,21 @@ def train_pipeline(args, whole, batches, accumulation):
     """Train in pipelines, each on its share of a batch; return one, and the last step's loss."""
     accelerator.gradient_accumulation_steps = accumulation
     args.batch_size = 8 // accumulation
-    model = recipe.Pipeline(args, accelerator, recipe.model_blocks(whole))
+    blocks = recipe.model_blocks(whole)
+    recipe.set_split(args, list(blocks))
+    model = recipe.Pipeline(args, accelerator, blocks)
     optimizer = accelerator.prepare_optimizer(make_optimizer(model, len(batches)))
     scheduler = SimpleNamespace(step=lambda: None)
     for buffer in model.other_buffers:
         buffer.fill_(accelerator.process_index)
+    run = SimpleNamespace(accelerator=accelerator, args=args, step=1, line_due=False)
     for batch in batches:
         own = [x.chunk(replicas)[model.replicas.rank()].chunk(accumulation) for x in batch]
         microbatches = list(zip(*own, strict=True))
-        metrics, _ = recipe.train_step(
-            accelerator, model, optimizer, scheduler, microbatches, args, step=1, measure_norm=False
-        )
+        values, _ = recipe.train_step(run, model, optimizer, scheduler, microbatches)
     assert all(x == 0 for x in model.other_buffers), "all pipelines have those of the first one"
-    sums = accelerator.reduce(sum(recipe.sample_rows(x).sum(0) for x in metrics))
-    return model, recipe.means(metrics[0], sums, 8 * replicas)["loss"]
+    sums = accelerator.reduce(sum(recipe.sample_rows(x).sum(0) for x in values))
+    return model, recipe.means(values[0], sums, 8 * replicas)["loss"]
 
 
 def compare(name, schedule, chunks, accumulation=1, split=None, steps=1, clip=None, weighted=False):
@@ -101,7 +101,8 @@ def compare(name, schedule, chunks, accumulation=1, split=None, steps=1, clip=No
     batches = make_batches(steps, weighted)
     model, loss = train_pipeline(args, whole, batches, accumulation)
     own = accelerator.unwrap_model(model.stage).state_dict()
-    stages = recipe.collect_both_stages(accelerator, {"model": own})
+    default_group = SimpleNamespace(cpu_group=None)
+    stages = recipe.collect_both_stages(default_group, {"model": own})
     if accelerator.is_main_process:
         expected_loss = train_whole(reference, batches, chunks * accumulation * replicas, clip)
         trained = stages[0]["model"] | stages[1]["model"]

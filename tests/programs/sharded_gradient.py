@@ -24,7 +24,6 @@ BATCH = 4  # with two, BatchNorm behind the last stage would make nothing but +1
 recipe = load("recipes/sharded_cifar.py")
 path, replicas = sys.argv[1], int(sys.argv[2])
 accelerator = Accelerator(cpu=True)
-accelerator.cpu_group = None
 mesh = recipe.make_mesh(accelerator, replicas)
 
 
@@ -65,7 +64,8 @@ units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(
 root = sum(size(p) for p in whole.parameters()) - sum(units)
 args = SimpleNamespace(weights=None, precision="fp32", compile=False)
 args.activation_checkpointing = sys.argv[3] == "True"
-model = recipe.build_sharded_model(args, accelerator, mesh)
+run = SimpleNamespace(args=args, accelerator=accelerator, cpu_group=None)
+model = recipe.build_sharded_model(run, mesh)
 gathered = []
 # FSDP puts unsharded parameters there for a while. `model.parameters()` would be slow.
 places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
@@ -87,13 +87,13 @@ images, labels = recipe.synthetic_images(BATCH * accelerator.num_processes, seed
 images = images.permute(0, 3, 1, 2).double().sub(128).div(64)
 batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
 optimizer = make_optimizer(model)
-recipe.compute_loss(model, batches[accelerator.process_index])["loss"].mean().backward()
+recipe.compute_loss(model, batches[accelerator.process_index], args)["loss"].mean().backward()
 gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 optimizer.step()
 held = utils.gather_object([held_bytes(model, optimizer)])
 if accelerator.is_main_process:
     for batch in batches:
-        (recipe.compute_loss(whole, batch)["loss"].mean() / len(batches)).backward()
+        (recipe.compute_loss(whole, batch, args)["loss"].mean() / len(batches)).backward()
     expected = {name: p.grad.clone() for name, p in whole.named_parameters()}
     whole_optimizer = make_optimizer(whole)
     whole_optimizer.step()
