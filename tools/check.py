@@ -44,6 +44,7 @@ MARGIN = 10  # rounding moves a number by a hundredth of what the yardstick does
 LIMIT = 0.01  # other trainings of the same model meet a larger bound
 UNMOVED = torch.finfo(torch.float32).eps  # what rounding of a mean may do, such as of an accuracy
 DECISIVE = ("loss", "grad_norm")
+SMOOTH = (*DECISIVE, "test_loss", "learning_rate")
 RATES = (1, 10, 1000)  # divisors of the learning rate: a lower one amplifies less
 NO_BOUND = sys.float_info.max  # JSON has no infinity
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -169,8 +170,10 @@ def bounds_of(differences):
     for x in differences:
         name = x["metric"]
         largest[name] = max(largest[name], x["difference"])
-        # A number that has not moved may change in jumps, as an accuracy does.
-        bound = max(CHANGE, MARGIN * largest[name]) if largest[name] > UNMOVED else LIMIT
+        bound = max(CHANGE, MARGIN * largest[name])
+        # A metric of the copy's own that has not moved may change in jumps, as an accuracy does.
+        if largest[name] <= UNMOVED and name not in SMOOTH and x["event"] != "weights":
+            bound = LIMIT
         for step in {max(1, x["step"] - 1), x["step"]}:  # in one of them it may pass through 0
             bounds[step, x["event"], name] = bound if bound <= LIMIT else NO_BOUND
     unknown = [key[0] for key in bounds if key[2] in DECISIVE and bounds[key] == NO_BOUND]
