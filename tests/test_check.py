@@ -274,7 +274,7 @@ FAILURES = {  # lines, verdicts, what is said
     "error line": (
         [('labels, reduction="none"', "labels")],
         ["fails in step 1"],
-        "my copy: error: compute_loss: return",
+        "my copy: error: compute_loss returned",
     ),
     "crash of a rank": (
         [(CALL, f'assert model.training or os.environ["RANK"] == "0", "own"\n    {CALL}')],
