@@ -282,7 +282,7 @@ FAILURES = {  # lines, verdicts, what is said
         "AssertionError: own",
     ),
     "checkpoint not found": (
-        [("    checkpoint = checkpoints.find()\n", "    checkpoint = None\n")],
+        [("checkpoint = self.checkpoints.find()", "checkpoint = None")],
         ["", "", "the same", "fails"],
         "it resumed from step 0, not 2",
     ),
