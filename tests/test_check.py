@@ -274,7 +274,7 @@ FAILURES = {  # lines, verdicts, what is said
     "error line": (
         [('labels, reduction="none"', "labels")],
         ["fails in step 1"],
-        "my copy: error: compute_loss: return",
+        "my copy: error: compute_loss returned",
     ),
     "crash of a rank": (
         [(CALL, f'assert model.training or os.environ["RANK"] == "0", "own"\n    {CALL}')],
@@ -282,7 +282,7 @@ FAILURES = {  # lines, verdicts, what is said
         "AssertionError: own",
     ),
     "checkpoint not found": (
-        [("    checkpoint = checkpoints.find()\n", "    checkpoint = None\n")],
+        [("checkpoint = self.checkpoints.find()", "checkpoint = None")],
         ["", "", "the same", "fails"],
         "it resumed from step 0, not 2",
     ),

@@ -75,7 +75,7 @@ def regressions(tmp_path_factory):
     for recipe in RECIPES:
         directory = tmp_path_factory.mktemp(recipe)
         script = copy(recipe, directory / "mine.py", ("import torchvision\n", ""), project=MINE)
-        source, sections = re.subn(r"(?s)# -+ CIFAR-10\n.*?(?=class Noisy)", "", script.read_text())
+        source, sections = re.subn(r"(?s)# -+ CIFAR-10\n.*?(?=# =====)", "", script.read_text())
         assert sections == 1 and "class ImageTensors" not in source
         script.write_text(source)
         flags = ["--cpu", "--epochs", 2, "--log-every", 1, "--lr", 0.5, "--global-batch-size", 32]
