@@ -44,8 +44,10 @@ def add_flags(parser):
 
 
 def load_data(args, accelerator):
-    """Return the DataLoaders of (images, labels) for training and test. The training set needs a
-    method `set_epoch`, for other crops and flips in each epoch."""
+    """Return the DataLoaders of (images, labels) for training and test. Replace this.
+
+    Write them as for one process: Accelerate divides the batches. Any map-style Dataset works, also
+    with random transforms, workers and pin_memory: see `SeededSamples`."""
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
     else:
@@ -68,10 +70,9 @@ def build_model(args):
     else:
         model = torchvision.models.resnet50(num_classes=10, zero_init_residual=True)
         if args.stem == "cifar":
-            # 32 x 32 images are small already: do not shrink them fourfold before the first block.
-            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+            model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # keeps small images large
             model.maxpool = nn.Identity()
-    return model.to(memory_format=torch.channels_last)  # the fastest for convolutions
+    return model.to(memory_format=torch.channels_last)  # fastest for convolutions
 
 
 def compute_loss(model, batch, args):
@@ -238,12 +239,9 @@ def seed_rng(*key):
 
 # ----------------------------------------------------------------------------------------- CIFAR-10
 class ImageTensors(Dataset):
-    """Images as one tensor on the device; one indexing operation selects, crops, flips and
-    normalises a whole batch.
-
-    (N, H, W, 3) uint8 and (N,) int64 in; batches of (B, 3, H, W) float32, channels_last, and (B,)
-    int64 out. With `augmentation_seed`: zero padding by 4, a random crop, and a random flip.
-    """
+    """Images (N, H, W, 3) uint8 and labels (N,) int64 on the device. One indexing operation makes a
+    batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
+    `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
 
     mean = (0.4914, 0.4822, 0.4465)
     std = (0.2470, 0.2435, 0.2616)
@@ -254,16 +252,17 @@ class ImageTensors(Dataset):
         self.height, self.width = images.shape[1:3]
         self.statistics = torch.tensor([self.mean, self.std], device=device)
         self.padding = pad = 0 if augmentation_seed is None else 4
-        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # of the last dimension first: 3, W, H
+        padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
         self.images = padded.to(device)
+        # The rows are top, left and flip, the columns samples.
         self.augmentation = torch.zeros(3, len(labels), dtype=torch.int64, device=device)
-        self.augmentation.share_memory_()  # of each sample: top, left, flip; for persistent workers
+        self.augmentation.share_memory_()  # persistent workers read the same numbers
 
     def __len__(self):
         return len(self.labels)
 
     def set_epoch(self, epoch):
-        """Draw each sample's crop and flip from (seed, epoch, index), whoever holds it."""
+        """Draw each sample's crop and flip: a function of (seed, epoch, index) alone."""
         if self.seed is None:
             return
         seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
@@ -297,7 +296,7 @@ def cifar10(directory, accelerator):
 
 
 def synthetic_images(samples, seed):
-    """Ten classes, each a smooth pattern under noise: (N, 32, 32, 3) uint8 and (N,) int64."""
+    """Return ten classes, smooth patterns with noise: (N, 32, 32, 3) uint8 and (N,) int64."""
     patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     patterns = F.interpolate(patterns, size=32, mode="bilinear").permute(0, 2, 3, 1)
     patterns = 128 + 32 * patterns.contiguous()

@@ -22,7 +22,8 @@ recipe = load("recipes/amp_cifar.py")
 args = SimpleNamespace(data="synthetic", model="simple_cnn", batch_size=2, global_batch_size=4)
 vars(args).update(cpu=not cuda, threads=None, tracker=None, hang_timeout=600, log_every=99)
 vars(args).update(clip_norm=None)
-vars(args).update(seed=0, lr=0.1, epochs=1, max_steps=None, output_dir=".", precision=precision)
+vars(args).update(seed=0, lr=0.1, epochs=1, max_steps=None, precision=precision)
+args.output_dir = Path(path).stem  # two runs share the working directory
 
 
 class Reads(TorchDispatchMode):
