@@ -44,10 +44,8 @@ def add_flags(parser):
 
 
 def load_data(args, accelerator):
-    """Return the DataLoaders of (images, labels) for training and test. Replace this.
-
-    Write them as for one process: Accelerate divides the batches. Any map-style Dataset works, also
-    with random transforms, workers and pin_memory: see `SeededSamples`."""
+    """Return the DataLoaders of (images, labels) for training and test. The training set needs a
+    method `set_epoch`, for other crops and flips in each epoch."""
     if args.data == "synthetic":
         train_images, test_images = synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)
     else:
