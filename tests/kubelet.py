@@ -95,10 +95,11 @@ class Pod:
     def terminate(self):
         if self.deadline is None and self.process.poll() is None:
             self.deadline = time.monotonic() + self.grace
-            self.first_process().send_signal(signal.SIGTERM)
+            for process in self.first_processes():  # none, if it has just ended
+                process.send_signal(signal.SIGTERM)
 
-    def first_process(self):
-        return psutil.Process(self.process.pid).children()[0]
+    def first_processes(self):
+        return psutil.Process(self.process.pid).children()
 
     def exit_code(self):
         """Return it, or None while the pod runs. The grace period ends by SIGKILL."""

@@ -132,5 +132,5 @@ def test_a_pod_that_waits_for_the_other_one_ends_at_once(tmp_path):
 def listens(pod):
     """Whether torchrun's store listens on its port, 29500: it then waits for the other pod."""
     with contextlib.suppress(psutil.Error, IndexError):
-        network = Path(f"/proc/{pod.first_process().pid}/net")
+        network = Path(f"/proc/{pod.first_processes()[0].pid}/net")
         return ":733C 0" in (network / "tcp").read_text() + (network / "tcp6").read_text()
