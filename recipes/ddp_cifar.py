@@ -215,7 +215,8 @@ def broadcast_buffers(model):
     buffers = [x for module in others for x in module.buffers(recurse=False)]
 
     def from_rank_0(*_):
-        utils.broadcast(buffers)  # in place
+        if model.training:
+            utils.broadcast(buffers)  # in place
 
     if buffers:
         model.register_forward_pre_hook(from_rank_0)
