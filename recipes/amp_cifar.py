@@ -183,7 +183,7 @@ def main():
     accelerator = run.accelerator
     train_loader, test_loader = run.prepare_data(load_data(args, accelerator))
     model = load_weights(build_model(args), args.weights)
-    if args.compile:  # not with accumulation: a replayed CUDA graph overwrites earlier gradients
+    if args.compile:  # in place. A replayed CUDA graph would overwrite accumulated gradients
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
     check_weights_are_fp32(model, args.precision)
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
