@@ -182,13 +182,15 @@ def compute_loss(model, batch, args):
 """
 BY_CLOCK = BY_RANK.replace("accelerate.PartialState().process_index", "time.time_ns()")
 GATHERED = """
+from torch.distributed.nn.functional import all_gather
+
 plain_loss = compute_loss
 
 
 def compute_loss(model, batch, args):
     values = plain_loss(model, batch, args)
-    ranks = torch.distributed.nn.functional.all_gather(values["loss"])
-    return {**values, "loss": values["loss"] + torch.stack(ranks).logsumexp(dim=(0, 1))}
+    ranks = all_gather(values["loss"]) if distributed.is_initialized() else [values["loss"]]
+    return {**values, "loss": values["loss"] + torch.cat(ranks).logsumexp(0)}
 """
 PREPARED = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 INITIALISED = """    torch.manual_seed(accelerator.process_index)
@@ -200,6 +202,7 @@ BAD = {  # lines, project, metric that differs first
     "own generator, workers": ([], OWN_GENERATOR.replace("WORKERS", "2"), "loss|grad_norm"),
     "counter": ([], COUNTER, "loss"),
     "noise by rank": ([], BY_RANK, "loss"),
+    "loss of all ranks": ([], GATHERED, "loss"),
     "weights by rank": ([(PREPARED, PREPARED + INITIALISED)], "", "loss"),
     "DDP bypassed": (
         [("logits = model(images)", "logits = model.module(images)")],
