@@ -87,7 +87,7 @@ lint: $(READY)  ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-clean:  ## remove the virtual environment and caches; runs/ and data/ stay
+clean:  ## remove the virtual environments and caches; runs/ and data/ stay
 	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

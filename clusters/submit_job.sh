@@ -14,7 +14,7 @@
 # the job gets a process. Without GPUs, `sbatch --ntasks-per-node=4` sets the number of processes.
 # PROCESSES_PER_NODE=1 in the environment overrides both: data_parallel_cifar.py needs one process
 # for all GPUs. Before its time limit, and when it is preempted, the job saves a checkpoint and goes
-# back into the queue. When Slurm starts it again, it continues.
+# back into the queue. When Slurm starts it again, it resumes.
 
 # If your environment has to be activated, put `. .venv/bin/activate` or `module load ...` before
 # `set -u` below.

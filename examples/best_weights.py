@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""best.safetensors has the weights of the lowest test loss; five evaluations without one stop.
+"""best.safetensors has the weights of the lowest test loss; five tests without one end the run.
 
 The file is replaced atomically. Rerun after such a stop, the command trains no further. For another
 metric, replace "test_loss" in `evaluations_since_best`, with its sign changed if more is better.

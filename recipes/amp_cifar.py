@@ -105,8 +105,8 @@ def compute_loss(model, batch, args):
 
 def test_metrics(outputs, args):
     """Return {"your metric": number} of the whole test set, for metrics that are no means over
-    samples. `outputs` is a list with what `compute_loss` returns as "outputs", which has a row of a
-    tensor or an object for each sample, in the order of the test set. Replace this."""
+    samples. `outputs` has one item per sample, in the order of the test set: an object, or a row of
+    the tensor, that `compute_loss` returns as "outputs". Replace this."""
     return {}
 
 
@@ -371,7 +371,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure ca3115a5cb11: identical in all recipes
+# ===================================== shared infrastructure e8c390928a69: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -538,7 +538,7 @@ class Run:
             exit_now(128 + stopping)
 
     def on_main_process(self, function, *arguments):
-        """Return on all ranks what a function returns on the main one, however long it takes."""
+        """Return on all ranks what a function returns on the main one. Waiting is no hang."""
         with self.hang.paused():
             result = [function(*arguments) if RANK == 0 else None]
             if self.cpu_group:
@@ -894,7 +894,7 @@ class Checkpoints:
 
     def save(self, step, metrics_text):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
-        for the end: one that went on would wait in the next step, and take that for a hang."""
+        for the end: in the next step they would wait for rank 0, and take that for a hang."""
         run = self.run
         began = time.perf_counter()
         states = self.storage.collect()

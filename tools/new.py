@@ -80,7 +80,7 @@ def definitions(text):
 
 def load(name, recipe):
     """Return the imports of an example, and {name: lines} of what it defines, and of the helpers
-    and what it names of another example. What it imports from a recipe is in the copy already."""
+    and what it names of another example. Its imports from a recipe are in the copy already."""
     lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
     for node, part in statements(text := source(name, "py", recipe)):
         module = (getattr(node, "module", None) or "").replace(".", "/")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sync.py, new.py and check.py know of a recipe: its parts, its names, its imports."""
+"""Shared by sync.py and new.py: the parts of a recipe, its names, its imports."""
 
 import ast
 import builtins

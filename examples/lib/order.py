@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 class Ordered(Dataset):
     """A dataset in the order that `order(generator, *arguments)` returns for each epoch: (N,) int64
-    indices, the same N in all epochs. For a DataLoader without shuffle. If the dataset has a
-    `set_epoch`, call it in this one's."""
+    indices, the same N in all epochs. For a DataLoader without shuffle. The recipe also calls the
+    `set_epoch` of `dataset`, if it has one."""
 
     def __init__(self, dataset, seed, order, *arguments):
         self.dataset = dataset
