@@ -165,13 +165,14 @@ def evaluate(run, model, loader):
         seed_rng("evaluation", index * accelerator.num_processes + accelerator.process_index)
         values, outputs = checked(compute_loss(model, batch, run.args))
         sums += accelerator.gather_for_metrics(sample_rows(values)).sum(0)  # drops the padding
-        gathered += gather_outputs(accelerator, outputs)
+        if outputs is not None:
+            gathered += gather_outputs([outputs])
         run.exit_if_stopped()
     for module, mode in modes.items():
         module.training = mode
     results = means(values, sums, len(loader.dataset))
-    results |= run.on_main_process(test_metrics, gathered, run.args)
-    return {f"test_{name}": value for name, value in results.items()}
+    results |= run.on_main_process(test_metrics, gathered[: len(loader.dataset)], run.args)
+    return {f"test_{name}": float(value) for name, value in results.items()}
 
 
 def main():
@@ -192,8 +193,7 @@ def main():
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     states |= {"scaler": accelerator.scaler} if accelerator.scaler else {}
-    run.resume(states)
-    set_up_ddp(run, model, train_loader)
+    run.resume(states, partial(set_up, run, model, train_loader))
     for epoch in run.epochs():
         for microbatches in run.steps(epoch):
             values, grad_norm = train_step(run, model, optimizer, scheduler, microbatches)
@@ -220,27 +220,24 @@ def broadcast_buffers(model):
     model.broadcast_buffers = False
     batchnorm = nn.modules.batchnorm._BatchNorm
     others = [module for module in model.modules() if not isinstance(module, batchnorm)]
-    buffers = [x for module in others for x in module.buffers(recurse=False)]
 
     def from_rank_0(*_):
-        if model.training:
-            utils.broadcast(buffers)  # in place
+        if model.training:  # listed here, since a module may replace its buffers
+            utils.broadcast([x for module in others for x in module.buffers(recurse=False)])
 
-    if buffers:
-        model.register_forward_pre_hook(from_rank_0)
+    model.register_forward_pre_hook(from_rank_0)
 
 
-def set_up_ddp(run, model, loader):
-    """Share the buffers. A resumed run also takes a first backward pass, and undoes its effects:
-    after it DDP sums gradients in another order, as it did in the interrupted run."""
+def set_up(run, model, loader):
+    """Share the buffers. In a resumed run, take a first backward pass: after it DDP sums gradients
+    in another order, in which the interrupted run summed them."""
+    if WORLD_SIZE == 1:
+        return
     broadcast_buffers(model)
     if run.resumed_from:
-        before = [buffer.clone() for buffer in model.buffers()]
         values = compute_loss(model, next(iter(loader)), run.args)
         run.accelerator.backward(values["loss"].mean())
         model.zero_grad()
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
 
 
 # ---------------------------------------------------------------------------------- mixed precision
@@ -371,7 +368,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure e8c390928a69: identical in all recipes
+# ===================================== shared infrastructure ac31ef0a33a6: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -381,7 +378,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
-TIMEOUT = timedelta(days=1)  # of collectives. HangDetector ends a run that hangs
+TIMEOUT = timedelta(hours=6)  # of collectives. HangDetector ends a run that hangs
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -432,9 +429,10 @@ class Run:
         self.total_steps = min(args.epochs * self.steps_per_epoch, args.max_steps or math.inf)
         return loaders
 
-    def resume(self, states):
+    def resume(self, states, set_up):
         """Load the newest intact checkpoint, if there is one, into `states`: {name: object with a
-        state_dict}. From here on a signal stops the run after a step, and a hang ends it."""
+        state_dict}. They undo what `set_up`, which is called before, does to them. From here on a
+        signal stops the run after a step, and a hang ends it."""
         self.model = states["model"]
         self.scheduler = states["scheduler"]
         self.config = self.describe(states["optimizer"])
@@ -444,9 +442,10 @@ class Run:
         self.stop = StopSignal(self.cpu_group)
         # Not an attribute: a mapped file keeps its disk space after a later save deletes it.
         checkpoint = self.checkpoints.find()
+        self.step = self.resumed_from = checkpoint["step"] if checkpoint else 0
+        set_up()
         if checkpoint:
             self.storage.load(checkpoint["states"])
-            self.step = self.resumed_from = checkpoint["step"]
         self.metrics = Metrics(self, checkpoint["metrics"] if checkpoint else "")
         self.hang = HangDetector(self)
 
@@ -530,6 +529,7 @@ class Run:
     def exit_on_signal(self, stopping):
         """Exit if all ranks stop: together, or the launcher would kill those that save."""
         if stopping:
+            self.hang.is_paused = True  # a tracker may take its time
             if RANK == 0:
                 say(f"stopped after step {self.step}, which is saved: rerun the command to resume")
             for tracker in self.accelerator.trackers:
@@ -621,15 +621,10 @@ def means(names, sums, samples):
     return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
 
 
-def gather_outputs(accelerator, outputs):
-    """Return, on the main process, a list of the "outputs" of a batch of each process, one for each
-    sample, without the padding. It is empty if `outputs` is None, and on the other processes."""
-    if outputs is None:
-        return []
-    if not torch.is_tensor(outputs):
-        outputs = utils.send_to_device(outputs, "cpu")
-    outputs = accelerator.gather_for_metrics(outputs, not torch.is_tensor(outputs))
-    return list(utils.send_to_device(outputs, "cpu")) if RANK == 0 else []
+def gather_outputs(parts):
+    """Return, on the main process, the rows of all processes' `parts`, a list of "outputs"."""
+    parts = utils.gather_object(utils.send_to_device(parts, "cpu"))
+    return [row for part in parts for row in part] if RANK == 0 else []
 
 
 class Metrics:
@@ -804,18 +799,22 @@ class SeededSamples(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, indices):
-        if not all(hasattr(dataset, "__getitems__") for dataset in datasets_in(self.dataset)):
+        inner = self.dataset
+        while isinstance(inner, torch.utils.data.Subset):  # it has the method in any case
+            inner = inner.dataset
+        if not hasattr(inner, "__getitems__"):
             return [self[index] for index in indices]
         seed_rng(self.seed, self.epoch.item(), indices[0])
         return self.dataset.__getitems__(indices)
 
 
 def datasets_in(dataset):
-    """Yield a dataset, and those in it: torch calls them `dataset` or `datasets`."""
+    """Yield a dataset, and those in its attributes `dataset` and `datasets`."""
     yield dataset
-    inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
-    for one in inner.values() if isinstance(inner, dict) else inner:
-        if one is not None:
+    inner = getattr(dataset, "datasets", ())
+    inner = inner.values() if isinstance(inner, dict) else inner
+    for one in (getattr(dataset, "dataset", None), *inner):
+        if isinstance(one, Dataset):
             yield from datasets_in(one)
 
 
@@ -943,8 +942,7 @@ class FileStorage:
             is_model = isinstance(thing, nn.Module)
             thing.load_state_dict(saved[name] if is_model else deepcopy(saved[name]))
         for name, buffers in saved.get("buffers", {}).items():
-            for key, buffer in self.states[name].named_buffers():
-                buffer.copy_(buffers[key])
+            set_buffers(self.states[name], buffers)
 
     def read(self, path):
         """Return a checkpoint on the CPU. Raise an error of any type if it is damaged."""
@@ -964,6 +962,13 @@ class FileStorage:
 
     def delete(self, path):
         path.unlink(missing_ok=True)
+
+
+def set_buffers(model, values):
+    """Copy {name: tensor} into a model's buffers. A cache that has grown stays as it is."""
+    for name, buffer in model.named_buffers():
+        if name in values and buffer.shape == values[name].shape:
+            buffer.copy_(values[name])
 
 
 def replace_file(path, write):
@@ -1058,15 +1063,14 @@ class StopSignal:
 
 
 class HangDetector:
-    """Ends a run without a step for --hang-timeout seconds, or six times as many if the first one
-    compiles. The rank that hangs does not report, or came the least far and, of equals, waits for
-    no other: it is in none of these files, and in no function marked @waits_for_other_ranks."""
+    """Ends a run without a step for --hang-timeout seconds, with --compile six times as long. The
+    rank that hangs does not report, or came the least far and, of equals, waits for no other: it is
+    in none of these files, and in no function marked @waits_for_other_ranks."""
 
     files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
 
     def __init__(self, run):
-        self.timeout = run.args.hang_timeout
-        self.compiles = vars(run.args).get("compile", False)
+        self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
         self.store = run.store
         self.directory = run.directory
         self.progress = 0  # steps and batches
@@ -1085,7 +1089,7 @@ class HangDetector:
     def watch(self):
         tick = min(5.0, self.timeout / 20)
         idle = 0.0
-        while idle < self.timeout * (6 if self.compiles and not self.progress else 1):
+        while idle < self.timeout:
             before = self.progress
             time.sleep(tick)
             stalls = self.progress == before and not self.is_paused
@@ -1126,7 +1130,8 @@ class HangDetector:
             first = min(reports.values())[:2]
             stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
             files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
-            say(f"error: no step for {self.timeout:g} s because of {', '.join(stalled[:8])}{files}")
+            told = f"because of {', '.join(stalled[:8])}{files}"
+            say_error(f"no step for {self.timeout:g} s {told}")
             self.store.set("named", "")
 
 
@@ -1137,6 +1142,15 @@ def say(message):
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
         sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
         sys.stderr.flush()
+
+
+def say_error(message):
+    """Print an error in one line. The launcher repeats it in its last lines."""
+    say(f"error: {message}")
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": told}))
 
 
 def exit_if_ranks_differ(store, topic, values, remedy):
@@ -1172,10 +1186,7 @@ def exit_with_error(message, status=2, details="", wait=0):
         message = f"rank {RANK}: {message}"
     time.sleep(wait)
     sys.stderr.write(details)
-    say(f"error: {message}")
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher repeats it at the end
-        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": told}))
+    say_error(message)
     exit_now(status)
 
 
@@ -1295,7 +1306,7 @@ def choose_device(args):
     """Select this process's GPU. Return the number of GPUs, and of CPU threads per process."""
     visible = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]  # ROCm reads the second one first
     if args.cpu:
-        os.environ |= dict.fromkeys(visible, "")  # or Accelerate's barriers would go to the GPUs
+        os.environ |= dict.fromkeys(visible, "-1")  # or Accelerate's barriers would go to GPUs
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = 0
     if torch.cuda.is_available() and not args.cpu:
@@ -1323,7 +1334,7 @@ def choose_device(args):
 
 def join_process_group(args, gpus):
     """Make the process group of all ranks, if they were started alike. Return its store."""
-    store, _, _ = next(distributed.rendezvous("env://"))
+    store, _, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
     # The launcher's own store keeps the addresses of processes that died before a restart.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)

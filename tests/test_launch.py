@@ -158,7 +158,7 @@ def test_cpu_means_no_gpu_however_many_torch_counts(start, rocm):
 
     run = start(cpu=True, environment=rocm, **{**TWO_GPUS, "is_available": is_available})
     assert run.accelerator.cpu and start.devices == []
-    assert all(x == ["", ""] for x in visible)
+    assert all(x == ["-1", "-1"] for x in visible)
 
 
 def test_an_amd_gpu_under_a_build_for_cuda_is_an_error(start, monkeypatch):

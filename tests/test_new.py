@@ -70,7 +70,7 @@ def test_what_a_copy_does_not_use_is_removed(make, tmp_path):
     for name in ("ImageTensors", "cifar10", "synthetic_images", "CIFAR-10", "import F\n", "--stem"):
         assert name in REFERENCE.read_text() or name == "import F\n"
         assert name not in text
-    assert "def set_up_ddp" in text
+    assert "def set_up(" in text
 
 
 def test_an_example_added_later_makes_the_same_copy(make, tmp_path):

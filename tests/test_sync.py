@@ -18,11 +18,11 @@ WITH_BLOCK = [REFERENCE, *COPIES]
 ALL = {"add_technique_flags", "train_step", "main"}
 OWN = {
     "amp_cifar": ALL | {"make_optimizer"},
-    "pipeline_cifar": ALL | {"compute_loss", "evaluate"},
-    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer"},
+    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "set_up"},
+    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "set_up"},
 }
 # Functions of the reference that it does not have.
-DDP = {"set_up_ddp", "broadcast_buffers"}
+DDP = {"broadcast_buffers"}
 WITHOUT = {"amp_cifar": set(), "pipeline_cifar": DDP, "sharded_cifar": DDP}
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
@@ -136,7 +136,7 @@ def project(tmp_path):
     return sync
 
 
-OLD, NEW = "timedelta(days=1)", "timedelta(days=3)"  # of the block
+OLD, NEW = "timedelta(hours=6)", "timedelta(hours=3)"  # of the block
 
 
 def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):

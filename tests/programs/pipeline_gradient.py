@@ -82,14 +82,15 @@ def train_pipeline(args, whole, batches, accumulation):
     model = recipe.Pipeline(args, accelerator, blocks)
     optimizer = accelerator.prepare_optimizer(make_optimizer(model, len(batches)))
     scheduler = SimpleNamespace(step=lambda: None)
-    for buffer in model.other_buffers:
+    other_buffers = [x for module in model.others for x in module.buffers(recurse=False)]
+    for buffer in other_buffers:
         buffer.fill_(accelerator.process_index)
     run = SimpleNamespace(accelerator=accelerator, args=args, step=1, line_due=False)
     for batch in batches:
         own = [x.chunk(replicas)[model.replicas.rank()].chunk(accumulation) for x in batch]
         microbatches = list(zip(*own, strict=True))
         values, _ = recipe.train_step(run, model, optimizer, scheduler, microbatches)
-    assert all(x == 0 for x in model.other_buffers), "all pipelines have those of the first one"
+    assert all(x == 0 for x in other_buffers), "all pipelines have those of the first one"
     sums = accelerator.reduce(sum(recipe.sample_rows(x).sum(0) for x in values))
     return model, recipe.means(values[0], sums, 8 * replicas)["loss"]
 
