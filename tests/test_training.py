@@ -27,11 +27,46 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
     """The main process gives the outputs of all to `test_metrics`, in the order of the test set."""
     found = answers("evaluation", tmp_path, {n: (n,) for n in (1, 2, 4)})
     for processes, cases in found.items():
-        assert len(cases) == 40
+        assert len(cases) == 50
         for size, (told, direct) in cases.items():
             assert told == pytest.approx(direct, abs=ROUNDING), (
                 f"{size} samples, {processes} processes"
             )
+
+
+CENTERED = """
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+
+    def forward(self, x):
+        centers = utils.gather(self.center[None]).unique()
+        assert len(centers) == 1, f"the ranks have centers {centers}"
+        if self.training:
+            self.center = 0.9 * self.center + 0.1 * x.detach().mean()  # another tensor
+        return x - self.center
+
+
+plain_model = build_model
+
+
+def build_model(args):
+    return plain_model(args).insert(0, Centered())
+
+
+def shard_units(model):
+    return []  # they have to have parameters of their own
+"""
+
+
+@pytest.mark.slow
+def test_ranks_share_a_buffer_that_a_module_replaces(tmp_path):
+    flags = [*SMALL, "--batch-size", 16, "--max-steps", 4]
+    recipes = ("ddp_cifar", "sharded_cifar")
+    scripts = [copy(x, tmp_path / f"{x}.py", LITTLE_DATA, project=CENTERED) for x in recipes]
+    for run in train_forked(tmp_path, *((2, script, flags) for script in scripts)):
+        assert run.weights["0.center"] != 0 and len(run.train) == 4
 
 
 RANDOM = """

@@ -41,6 +41,13 @@ def with_rows(model, batch, args):
     return {**unweighted(model, batch, args), "outputs": batch[0]}
 
 
+def with_padding(model, batch, args):
+    """A row of a tensor for each sample, as long as the batch's longest: sequences of tokens."""
+    lengths = batch[1] + 1
+    rows = torch.arange(lengths.max())
+    return {**unweighted(model, batch, args), "outputs": (rows < lengths[:, None]).long()}
+
+
 def with_objects(model, batch, args):
     names = [f"sample {label}" for label in batch[1].tolist()]
     return {**unweighted(model, batch, args), "outputs": names}
@@ -70,9 +77,10 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     }
     in_order = {
         "with_rows": list(inputs),
+        "with_padding": [label + 1 for label in labels],
         "with_objects": [f"sample {label}" for label in labels.tolist()],
     }
-    for compute_loss in (unweighted, weighted, with_rows, with_objects):
+    for compute_loss in (unweighted, weighted, with_rows, with_padding, with_objects):
         weight = labels + 1.0 if compute_loss is weighted else torch.ones(size)
         weight /= weight.sum()
         direct = {name: (x * weight).sum().item() for name, x in values.items()}
@@ -81,6 +89,8 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         direct["test_outputs"] = size if compute_loss.__name__ in in_order else 0
         expected = in_order.get(compute_loss.__name__, []) if accelerator.is_main_process else []
         for outputs in seen:
+            if compute_loss is with_padding:
+                outputs = [row.sum() for row in outputs]
             assert all(map(same, outputs, expected)) and len(outputs) == len(expected)
         assert len(seen) == accelerator.is_main_process
         seen.clear()
