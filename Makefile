@@ -10,7 +10,6 @@ MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip inst
 # The tests of a file share runs. Many of them wait: four files at a time keep two cores busy. By
 # default the file with the fewest tests comes last, which is the one that waits longest.
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-test test-oldest quick: export PYTHONPATH := tests/startup
 # The global batch of `make train`, or just below it, on any number of GPUs: the measured accuracies
 # are at this one, and at 1,024 the default learning rate does worse (benchmarks/README.md).
 BATCH := 256

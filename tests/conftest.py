@@ -24,7 +24,6 @@ CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
-os.environ["PYTHONPATH"] = str(ROOT / "tests/startup")
 # Threads of OpenMP that wait for each other sleep. Spinning, they take two thirds of the processor
 # time of a training on one process where others want the cores, too.
 os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -36,7 +35,7 @@ MEASURED = {"time", "seconds", "samples_per_second", "data_wait", "slowest_rank"
 MEASURED |= {"peak_memory_gib", "save_seconds"}
 CONFIG = ("output_dir", "checkpoint_every", "keep")  # flags in which two equal runs may differ
 STEPS = 20  # of disturbed_training.py: two epochs of 640 samples at a global batch of 64
-PROGRAMS = {"PYTHONPATH": f"{ROOT / 'tests'}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
+PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
 needs_real_data = pytest.mark.skipif(
     not (REAL_DATA / "cifar-10-batches-py").is_dir(),

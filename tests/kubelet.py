@@ -20,7 +20,7 @@ BOOT = """
 hostname "$0" && mount --bind "$1" /etc/hosts && mount --bind "$2" "$3" &&
 mount -t tmpfs -o "size=$4" tmpfs /dev/shm && ip link set lo up && cd "$3" && shift 4 && exec "$@"
 """
-ENVIRONMENT = ("PYTHONPATH", "OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+ENVIRONMENT = ("OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 @contextlib.contextmanager

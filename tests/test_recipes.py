@@ -83,7 +83,7 @@ def regressions(tmp_path_factory):
         flags += ["--precision", "fp32"] if recipe == "amp_cifar" else []
         run = {"processes": 2, "script": script, "directory": directory}
         runs[recipe] = {**run, "flags": flags}
-    answers = forked(list(runs.values()), directory, together=2, PYTHONPATH="")
+    answers = forked(list(runs.values()), directory, together=2)
     return {
         name: (run["directory"], *answer)
         for (name, run), answer in zip(runs.items(), answers, strict=True)
