@@ -13,7 +13,7 @@ often as any other: in an epoch a rare photo comes several times, in other crops
 draws each photo once, and multiplies its loss by N / (classes * photos of its class). In the test,
 loss and balanced_accuracy are means over classes, accuracy is that over all photos.
 
-Recipes: ddp, amp, sharded.
+Group: vision. Recipes: ddp, amp, sharded.
 """
 
 import torch

@@ -4,7 +4,7 @@
 The file is replaced atomically. Rerun after such a stop, the command trains no further. For another
 metric, replace "test_loss" in `evaluations_since_best`, with its sign changed if more is better.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import json

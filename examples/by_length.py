@@ -8,7 +8,7 @@ Needs `pip install transformers`. The bytes of a line are its tokens, at most --
 The first tenth of the lines is the test set. The order puts lines of similar lengths into the same
 global batch: so little of a batch is padding, and no process waits for another with longer lines.
 
-Recipes: ddp, amp, sharded.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@ The negatives are the other images of the microbatch: a larger --batch-size adds
 processes or accumulated microbatches do not. So the training depends on the size of a microbatch,
 and not on the world size. Test metrics do: the last batches are filled up with other images.
 
-Recipes: ddp, amp, sharded.
+Group: vision. Recipes: ddp, amp, sharded.
 """
 
 import torch

@@ -7,7 +7,7 @@ The model predicts the noise in an image. Times and noise are drawn in `compute_
 microbatches they are the same at any world size, except in the last batches of an evaluation if
 these are incomplete. At the end, samples.png shows 64 images made from noise.
 
-Recipes: ddp, amp, sharded.
+Group: vision. Recipes: ddp, amp, sharded.
 """
 
 import math

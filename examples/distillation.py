@@ -9,7 +9,7 @@ first command's does. The teacher belongs to the data: its logits are a part of 
 in no checkpoint, has no gradients, and is not sharded. Each process has a copy of it. A DataLoader
 with workers would run it in them, on the CPU.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import torch

@@ -4,7 +4,7 @@
 Checkpoints hold both. In step N the average keeps (N + 1) / (N + 10) of its value, and 0.999 of it
 from step 8990 on, so that a short training does not evaluate its initial weights.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import torch

@@ -15,7 +15,7 @@ weights, for which --lr is higher than for pretrained ones. Weights saved in bf1
 fp32, or small updates would be rounded away. `from_pretrained` loads model.safetensors of a run
 from a directory with the other files of --base.
 
-Recipes: ddp, amp, sharded.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@ updates both at once: the critic's loss sees detached images, the generator's a 
 weights. Neither loss shows progress: look at samples.png, 64 images made at the end. --clip-norm
 clips both players' gradients together.
 
-Recipes: ddp, amp.
+Group: vision. Recipes: ddp, amp.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@ Needs `pip install transformers`. The bytes of the file are the tokens, and its 
 test set. Every token counts once, however a batch is divided: "weight" is the number of a
 sequence's tokens. At the end, Accelerate prints "Removed shared tensor": the weights are tied.
 
-Recipes: ddp, amp, sharded.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 import numpy

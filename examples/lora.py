@@ -8,7 +8,7 @@ its source, and `from_pretrained("runs/mine")` loads both. --weights names weigh
 model, to begin with: then adapter_config.json names no source. To train other layers, or to make
 the matrices larger, edit `lora_config`.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
 
 from pathlib import Path

@@ -9,7 +9,7 @@ Needs `pip install transformers`. Here three of four sequences are of a.txt, in 
 epoch, which has as many as all texts together: a short text comes several times, and of a long one
 each epoch takes another part. The last tenth of each text is test data, which is not weighted.
 
-Recipes: ddp, amp, sharded.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 import numpy

@@ -13,7 +13,7 @@ as you like, .jpg is read as well, and choose --size and the random transforms. 
 pretrained weights, save them once, and name the file by --weights:
 torch.save(torchvision.models.resnet18(weights="DEFAULT").state_dict(), "resnet18.pt").
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import torch

@@ -5,7 +5,7 @@ Both have the peak rate --lr (1e-3 is a good start) at any batch size, and one s
 updates are scaled to the size of AdamW's. To choose other optimizers or other parameters, edit
 `make_two_optimizers`.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import torch

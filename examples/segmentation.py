@@ -10,7 +10,7 @@ A mask has the number of a class, or 255 for a pixel that does not count, as in 
 tenth image is in the test set. All pixels that count are equal: "weight" is their number in an
 image. test_miou is the mean IoU of the classes that occur in the test set or in its predictions.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
 from itertools import pairwise

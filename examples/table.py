@@ -11,7 +11,7 @@ The other rows' mean and standard deviation normalise the columns. They are in c
 output directory: a prediction is in standard deviations of the target, from its mean. So a loss of
 0.1 means that 90% of the target's variance is explained.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: tables. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import json

@@ -15,7 +15,7 @@ the same name up to its first dot: here an image, 003.png, and the number of its
 other files edit `decode`. The index of a folder is built once, and again if its shards change.
 `by_shard` is for hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
 
-Recipes: ddp, amp, pipeline, sharded.
+Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import os

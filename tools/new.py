@@ -25,6 +25,7 @@ from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parsed, pa
 
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
+GROUPS = ("vision", "language", "speech", "tables", "additions")
 TRAIN = "torchrun --nproc_per_node 2 mine.py"  # in the docstring of an example with a task
 MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
 FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
@@ -38,19 +39,23 @@ def source(name, kind, recipe=""):
 
 
 def description(name):
-    """Return the paragraphs on an example, and the recipes that it is for."""
+    """Return the paragraphs on an example, the recipes that it is for, and its group."""
     code = source(name, "py")
     text = ast.get_docstring(ast.parse(code)) if code else source(name, "diff").partition("@@")[0]
     *paragraphs, last = text.strip().split("\n\n")
-    return paragraphs, re.findall(r"\w+", last.removeprefix("Recipes:"))
+    group, recipes = re.fullmatch(r"Group: (\w+)\. Recipes: (.*)\.", last).groups()
+    return paragraphs, recipes.split(", "), group
 
 
 def titles():
-    """Return the examples, each with its first line, and the recipes."""
-    rows = [f"    {name:18}{description(name)[0][0]}" for name in EXAMPLES]
-    return "\n".join(
-        ["WITH= takes examples, in their order:", *rows, f"RECIPE= one of {', '.join(RECIPES)}"]
-    )
+    """Return the examples of each group, each with its first line, and the recipes."""
+    lines = ["WITH= takes one task and any additions, in their order"]
+    for group in GROUPS:
+        lines += ["", f"{group}:"]
+        for name in EXAMPLES:
+            paragraphs, _, of = description(name)
+            lines += [f"    {name:20}{paragraphs[0]}"] if of == group else []
+    return "\n".join([*lines, "", f"RECIPE= one of {', '.join(RECIPES)}"])
 
 
 def statements(text):
