@@ -249,27 +249,21 @@ def copy(recipe, path, *replacements, project=""):
     return path
 
 
+def project(name, **chosen):
+    """The text of programs/copies/NAME.py for a copy, which has what that file imports of a recipe.
+    There `chosen` are set: a name of the copy, or of the file, to an expression."""
+    text = (ROOT / f"tests/programs/copies/{name}.py").read_text()
+    text = re.sub(r"^from \w+_cifar import .*\n", "", text, flags=re.MULTILINE)
+    return "\n".join(["", text, *(f"{key} = {value}" for key, value in chosen.items())])
+
+
 SYNTHETIC_DATA = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
 LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
 
 
 # In float32 the order of a sum can move an activation over the edge of a ReLU, and so much of a
 # gradient: in float64 two trainings are the same or are not, on any CPU.
-IN_FLOAT64 = """
-float32_model, float32_items = build_model, ImageTensors.__getitems__
-
-
-def build_model(args):
-    return float32_model(args).double()
-
-
-def float64_items(images, indices):
-    pixels, labels = float32_items(images, indices)
-    return pixels[:, :, ::2, ::2].double(), labels  # fewer: float64 takes its time
-
-
-ImageTensors.__getitems__ = float64_items
-"""
+IN_FLOAT64 = project("in_float64")
 # Float64 rounds to 1e-16 of a value, a sum has up to 1e5 terms in any order, and ten steps follow
 # each other. One float32 value among them, 1e-7, would be seen.
 ROUNDING = 1e-10

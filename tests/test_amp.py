@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LITTLE_DATA, SMALL, Exit, copy, load, train_forked
+from conftest import LITTLE_DATA, SMALL, Exit, copy, load, project, train_forked
 
 recipe = load("recipes/amp_cifar.py", exits=True)
 
@@ -22,33 +22,8 @@ def test_a_training_in_bf16_follows_that_in_fp32_and_fp32_is_that_of_ddp(tmp_pat
         assert all(value.dtype == torch.float32 for value in result.weights.values())
 
 
-# As in fp16 on a GPU: a scaler, and in the third step an infinite gradient, on one rank only.
-OVERFLOW = """
-plain_accelerator, plain_loss, calls = Accelerator, compute_loss, count(1)
-
-
-def set_precision(args):
-    args.precision = "fp16"
-    return "by a test"
-
-
-def Accelerator(**options):
-    accelerator = plain_accelerator(**options)
-    accelerator.native_amp = True
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return accelerator
-
-
-def compute_loss(model, *arguments):
-    values = plain_loss(model, *arguments)
-    if model.training and next(calls) == 3 and RANK == 0:
-        values["loss"].register_hook(lambda gradient: gradient * math.inf)
-    return values
-"""
-
-
 def test_the_schedule_stays_where_it_was_in_a_step_that_the_scaler_skips(tmp_path):
-    script = copy("amp_cifar", tmp_path / "mine.py", LITTLE_DATA, project=OVERFLOW)
+    script = copy("amp_cifar", tmp_path / "mine.py", LITTLE_DATA, project=project("amp"))
     flags = ["--max-steps", 6, "--batch-size", 32]
     overflow, ddp = train_forked(tmp_path, (2, script, [*SMALL, *flags]), (2, "ddp_cifar", flags))
     assert [line["loss_scale"] for line in overflow.train] == [1024, 1024, 512, 512, 512, 512]

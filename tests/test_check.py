@@ -10,44 +10,23 @@ import check
 import machine
 import pytest
 import torch
-from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, run
+from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, project, run
 
 STEPS = 5
 FLAGS = [*SMALL, "--max-steps", str(STEPS), "--batch-size", "8"]
 
 
-# Starting processes is the most of what a check of it takes.
-MODEL = """
-def build_model(args):
-    assert torch.are_deterministic_algorithms_enabled()
-    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
-    return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Dropout(0.5)),
-        nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 10)),
-    )
-
-
-quiet_loss = compute_loss
-
-
-def compute_loss(model, batch, args):
-    values = quiet_loss(model, batch, args)
-    noise = torch.rand_like(values["loss"])
-    return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
-"""
-
-
 @pytest.fixture
 def checked(tmp_path, monkeypatch, capsys):
-    """A function that checks a copy. It returns the exit status, the output and {name: run}."""
+    """A function that checks a copy. It returns the exit status, the output and {name: run}.
+    Its functions are those of programs/copies/checked.py, or `chosen` ones."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "execute", execute)
 
-    def run(recipe, *replacements, project="", flags=()):
-        copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=MODEL)
-        lines = [LITTLE_DATA, *replacements]
-        copy(f"{recipe}_cifar", tmp_path / "my copy.py", *lines, project=MODEL + project)
+    def run(recipe, *replacements, flags=(), **chosen):
+        copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=project("checked"))
+        lines, text = [LITTLE_DATA, *replacements], project("checked", **chosen)
+        copy(f"{recipe}_cifar", tmp_path / "my copy.py", *lines, project=text)
         monkeypatch.setattr(sys, "argv", ["check.py", "my copy.py", *FLAGS, *flags])
         with pytest.raises(SystemExit) as end:
             check.main()
@@ -90,34 +69,9 @@ def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
             assert (found["1.0.weight", STEPS] > 1e-6) == (way is yardstick)
 
 
-CHAOTIC = """
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.input, self.hidden = nn.Linear(96, 64), nn.Linear(64, 64)
-        self.output = nn.Linear(64, 10)
-        nn.init.normal_(self.hidden.weight, std=1.5 / 8)
-
-    def forward(self, images):
-        state = torch.zeros(len(images), 64)
-        for row in images.unbind(2):
-            state = torch.tanh(self.hidden(state) + self.input(row.flatten(1)))
-        return self.output(state)
-
-
-def build_model(args):
-    return Recurrent()
-"""
-FIXED_RATE = """
-def make_optimizer(model, args, total_steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-"""
-
-
 @pytest.mark.slow
 def test_where_rounding_decides_a_lower_rate_tells_more(checked):
-    code, output, runs = checked("ddp", project=CHAOTIC, flags=["--lr", "8"])
+    code, output, runs = checked("ddp", build_model="Recurrent", flags=["--lr", "8"])
     assert code == 0 and runs["2 processes"]["verdict"] == "the same", output
     assert re.search(r"^yardstick: judges [1-4] of 5 steps$", output, re.MULTILINE), output
     assert "yardstick: judges 5 of 5 steps" in output
@@ -127,7 +81,8 @@ def test_where_rounding_decides_a_lower_rate_tells_more(checked):
 @pytest.mark.slow
 def test_what_no_rate_tells_has_a_status_of_its_own(checked):
     """The killed run is compared bit for bit nevertheless."""
-    code, output, runs = checked("ddp", project=CHAOTIC + FIXED_RATE)
+    fixed = "optimizer_with_a_fixed_rate"
+    code, output, runs = checked("ddp", build_model="Recurrent", make_optimizer=fixed)
     assert code == 3, output
     two, killed = runs["2 processes"], runs["2 processes, killed"]
     assert re.fullmatch("the same up to step [1-4]", two["verdict"]), output
@@ -138,85 +93,26 @@ def test_what_no_rate_tells_has_a_status_of_its_own(checked):
     assert max(judged) == last
 
 
-OWN_GENERATOR = """
-class Noisy(torch.utils.data.TensorDataset):
-    generator = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.1 * torch.randn(image.shape, generator=self.generator), label
-
-
-def load_data(args, accelerator):
-    images, labels = synthetic_images(256, seed=1)
-    dataset = Noisy(images.permute(0, 3, 1, 2) / 255, labels)
-    options = {"batch_size": args.batch_size, "num_workers": WORKERS}
-    train_loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(torch.utils.data.Subset(dataset, range(64)), **options)
-"""
-COUNTER = """
-class Counted(nn.Sequential):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * (1 + 0.01 * self.calls)
-
-
-plain_model = build_model
-
-
-def build_model(args):
-    return Counted(*plain_model(args))
-"""
-BY_RANK = """
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch, args):
-    images, labels = batch
-    if model.training:
-        torch.manual_seed(accelerate.PartialState().process_index)
-        images = images + 0.1 * torch.randn(images.shape)
-    return plain_loss(model, (images, labels), args)
-"""
-BY_CLOCK = BY_RANK.replace("accelerate.PartialState().process_index", "time.time_ns()")
-GATHERED = """
-from torch.distributed.nn.functional import all_gather
-
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch, args):
-    values = plain_loss(model, batch, args)
-    ranks = all_gather(values["loss"]) if distributed.is_initialized() else [values["loss"]]
-    return {**values, "loss": values["loss"] + torch.cat(ranks).logsumexp(0)}
-"""
 PREPARED = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
-INITIALISED = """    torch.manual_seed(accelerator.process_index)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.05)
-"""
-BAD = {  # lines, project, metric that differs first
-    "own generator": ([], OWN_GENERATOR.replace("WORKERS", "0"), "loss"),
-    "own generator, workers": ([], OWN_GENERATOR.replace("WORKERS", "2"), "loss|grad_norm"),
-    "counter": ([], COUNTER, "loss"),
-    "noise by rank": ([], BY_RANK, "loss"),
-    "loss of all ranks": ([], GATHERED, "loss"),
-    "weights by rank": ([(PREPARED, PREPARED + INITIALISED)], "", "loss"),
-    "DDP bypassed": (
-        [("logits = model(images)", "logits = model.module(images)")],
-        "",
-        "grad_norm",
-    ),
+BY_RANK = f"{PREPARED}    draw_weights_by_rank(accelerator, model)\n"
+BYPASS = "logits = model(images)", "logits = model.module(images)"
+OWN_GENERATOR = {"load_data": "data_with_their_own_generator"}
+BAD = {  # lines, what is chosen, metric that differs first
+    "own generator": ([], OWN_GENERATOR, "loss"),
+    "own generator, workers": ([], {**OWN_GENERATOR, "WORKERS": 2}, "loss|grad_norm"),
+    "counter": ([], {"build_model": "model_with_a_counter"}, "loss"),
+    "noise by rank": ([], {"compute_loss": "loss_by_rank"}, "loss"),
+    "loss of all ranks": ([], {"compute_loss": "loss_of_all_ranks"}, "loss"),
+    "weights by rank": ([(PREPARED, BY_RANK)], {}, "loss"),
+    "DDP bypassed": ([BYPASS], {}, "grad_norm"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BAD)
 def test_a_mistake_is_found_in_the_first_step(what, checked):
-    lines, project, metric = BAD[what]
-    code, output, runs = checked("ddp", *lines, project=project)
+    lines, chosen, metric = BAD[what]
+    code, output, runs = checked("ddp", *lines, **chosen)
     assert code == 1 and "Known causes" in output, output
     two = runs["2 processes"]
     assert f"2 processes: {two['verdict']}: {two['reason']}" in output
@@ -233,39 +129,15 @@ def test_a_mistake_is_found_in_the_first_step(what, checked):
 
 @pytest.mark.slow
 def test_two_equal_runs_have_to_be_the_same(checked):
-    code, output, runs = checked("ddp", project=BY_CLOCK)
+    code, output, runs = checked("ddp", compute_loss="loss_by_clock")
     assert code == 1 and [*runs] == ["1 process", "yardstick"], output
     assert "yardstick: differs at step 1: loss " in output and ", in two equal runs\n" in output
 
 
-AVERAGE = """
-average, plain_loss = {}, compute_loss
-
-
-def follow(optimizer, *_):
-    for parameter in (x for group in optimizer.param_groups for x in group["params"]):
-        average.setdefault(parameter, parameter.detach().clone()).lerp_(parameter, 0.1)
-
-
-def compute_loss(model, batch, args):
-    values = plain_loss(model, batch, args)
-    pull = sum((x - average[x]).pow(2).sum() for x in model.parameters() if x in average)
-    return {**values, "loss": values["loss"] + 0.1 * pull}
-
-
-plain_optimizer = make_optimizer
-
-
-def make_optimizer(model, args, total_steps):
-    optimizer, scheduler = plain_optimizer(model, args, total_steps)
-    optimizer.register_step_post_hook(follow)
-    return optimizer, scheduler
-"""
-
-
 @pytest.mark.slow
 def test_state_that_is_not_saved_is_found_after_the_kill(checked):
-    code, output, runs = checked("ddp", project=AVERAGE, flags=["--lr", "1"])
+    chosen = {"compute_loss": "loss_with_an_average", "make_optimizer": "optimizer_with_an_average"}
+    code, output, runs = checked("ddp", flags=["--lr", "1"], **chosen)
     assert code == 1, output
     verdicts = [run["verdict"] for run in runs.values()]
     assert verdicts == ["", "", "the same", "differs at step 3"], "the first after it"
@@ -439,10 +311,10 @@ def test_processes_and_batches(recipe, gpus, flags, processes, batch, total, mon
 @pytest.mark.slow
 def test_the_command_with_its_launcher(tmp_path):
     """A copy may import what is beside it."""
-    project = f"import beside\n{MODEL}"
+    text = f"import beside\n{project('checked')}"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/beside.py").write_text("")
-    copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=project)
+    copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=text)
     command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS]
     process = run([*command, "--processes", 1], cwd=tmp_path)
     row = r"1 process, killed +1 process +(\d+) of \1 +0 of 0, loss, step 1 +bit for bit"

@@ -19,6 +19,7 @@ from conftest import (
     copy,
     forked,
     load,
+    project,
 )
 
 ERROR = re.compile(r"^\w+: error: (.*)", re.MULTILINE)
@@ -179,39 +180,12 @@ def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
     assert "recipe ddp_cifar, not amp_cifar" in the_error(other)
 
 
-READS = """
-read = FileStorage.read
-
-
-def announced(self, path):
-    say(f"rank {os.environ['RANK']} reads {path}")
-    if os.environ["RANK"] == os.environ.get("FAILS"):
-        raise OSError(116, "Stale file handle")
-    return read(self, path)
-
-
-plain_flags = add_flags
-
-
-def add_later_flags(parser):
-    plain_flags(parser)
-    parser.add_argument("--later", default=os.environ["LATER"])
-
-
-FileStorage.read = announced
-if os.environ.get("LATER"):
-    add_flags = add_later_flags
-if os.environ.get("OWN_DISKS"):
-    sys.argv[-1] += os.environ["RANK"]
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ddp_cifar", PIPELINE, "sharded_cifar"])
 def test_all_ranks_read_the_checkpoint_or_none_resumes(recipe, tmp_path):
     """One that cannot read it, or sees other files, is told. A flag that was added to the recipe
     later does not hinder resuming."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=READS)
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=project("checkpoints"))
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
     again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
     later = {**again, "env": {"LATER": "1"}}

@@ -7,7 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LITTLE_DATA, SMALL, Exit, assert_same_training, copy, load, train_forked
+from conftest import (
+    LITTLE_DATA,
+    SMALL,
+    Exit,
+    assert_same_training,
+    copy,
+    load,
+    project,
+    train_forked,
+)
 
 
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):
@@ -47,21 +56,10 @@ GPUS_THAT_STAY = """
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 2
 """
-# Under torchrun and on a GPU, Accelerate makes a process group of one process.
-PROCESS_GROUP = """
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-train = main
 
 
-def main():
-    train()
-    print("open at the end:", torch.distributed.is_initialized())
-"""
-
-
-def one_step(directory, project):
-    script = copy("data_parallel_cifar", directory / "mine.py", LITTLE_DATA, project=project)
+def one_step(directory, text):
+    script = copy("data_parallel_cifar", directory / "mine.py", LITTLE_DATA, project=text)
     run = (1, script, [*SMALL, "--batch-size", 64, "--max-steps", 1])
     return train_forked(directory, run)[0]
 
@@ -81,7 +79,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, device):
 
 
 def test_no_process_group_is_open_at_the_end(tmp_path):
-    assert "open at the end: False" in one_step(tmp_path, PROCESS_GROUP).output
+    assert "open at the end: False" in one_step(tmp_path, project("data_parallel")).output
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GPUS, ROOT, SMALL, VISIBLE, answers, copy, outputs, run, train_forked
+from conftest import GPUS, ROOT, SMALL, VISIBLE, answers, copy, outputs, project, run, train_forked
 
 SYNTHETIC = SMALL[:-1]  # without --cpu
 TRAINING = ["--global-batch-size", 64, "--max-steps", 30, "--lr", 0.4, "--log-every", 1]
@@ -117,19 +117,13 @@ def test_a_compiled_model_trains_and_evaluates_the_same_on_gpus(gpus, tmp_path):
     assert compiled.summary["test_loss"] == pytest.approx(eager.summary["test_loss"], abs=0.03)
 
 
-ADAMW = """
-def make_optimizer(model, args, total_steps):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-"""
-
-
 @needs(2)
 def test_adamw_and_clipping_of_shards_are_those_of_whole_tensors_on_gpus(tmp_path):
     """There both take many tensors at once (foreach)."""
     results = []
     for recipe in ("ddp_cifar", "sharded_cifar"):
-        script = copy(recipe, tmp_path / f"{recipe}.py", project=ADAMW)
+        text = project("training", make_optimizer="adamw")
+        script = copy(recipe, tmp_path / f"{recipe}.py", project=text)
         results.append(on_gpus(script, 2, tmp_path / recipe, *TRAINING, "--clip-norm", 0.1))
     ddp, sharded = results
     assert all(line["grad_norm"] > 0.1 for line in ddp.train), "clipping that changes nothing"

@@ -29,6 +29,7 @@ from conftest import (
     described_copy,
     forked,
     outputs,
+    project,
     run,
     train_forked,
     wait_until,
@@ -37,15 +38,6 @@ from conftest import (
 pytestmark = pytest.mark.slow
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
-WORKERS = """
-def load_data(args, accelerator):
-    labels = torch.zeros(512, dtype=torch.int64)
-    data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), labels)
-    workers = {"num_workers": 1, "persistent_workers": True}
-    options = {"multiprocessing_context": "forkserver", "drop_last": True, **workers}
-    train_loader = DataLoader(data, args.batch_size, shuffle=True, **options)
-    return train_loader, DataLoader(data, 64)
-"""
 LAUNCH = [ACCELERATE, "launch", "--config_file"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 # what happens: (the words before the recipe, the launcher's exit code)
@@ -63,7 +55,8 @@ def interrupted(case, directory):
     launcher, _ = CASES[case]
     script, metrics, log = RECIPE, directory / "run/metrics.jsonl", directory / "log"
     if "each process" in case:
-        script = copy("ddp_cifar", directory / "mine.py", project=WORKERS)
+        workers = project("interruption", load_data="data_of_a_fork_server")
+        script = copy("ddp_cifar", directory / "mine.py", project=workers)
     command = [*launcher, script, *SMALL, "--log-every", 1, "--output-dir", directory / "run"]
     command = [*map(str, command), "--batch-size", "16", "--epochs", "1000"]
     master, slave = os.openpty()
@@ -126,44 +119,19 @@ def test_a_run_saves_and_stops_when(interruptions, case):
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 
-CTRL_C = """
-signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
-
-
-def compute_loss(model, batch, args):
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
-    os.kill(os.getpid(), signal.SIGQUIT)
-    time.sleep(99)
-"""
-
-
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):
-    stuck = described_copy(tmp_path / "stuck", "ddp_cifar", project=CTRL_C)
+    replaced = {"main": "main_in_the_foreground", "compute_loss": "loss_that_never_ends"}
+    text = project("interruption", **replaced)
+    stuck = described_copy(tmp_path / "stuck", "ddp_cifar", project=text)
     ((codes, output),) = forked([stuck], tmp_path)
     assert codes == [-signal.SIGQUIT], output
     assert output.count("SIGINT: stopping after the next step (Ctrl-\\ aborts)\n") == 1
     assert "which is saved" not in output and not list(tmp_path.glob("stuck/run/*.pt"))
 
 
-IN_EVALUATION = """
-plain_loss = compute_loss
-evaluated = 0
-
-
-def compute_loss(model, batch, args):
-    global evaluated
-    if not model.training:
-        evaluated += 1
-        say(f"evaluates batch {evaluated}")
-        if evaluated == 2 and os.environ["RANK"] == os.environ.get("SIGNALLED"):
-            os.kill(os.getpid(), signal.SIGTERM)
-    return plain_loss(model, batch, args)
-"""
-
-
 def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(tmp_path):
-    run = {"project": IN_EVALUATION, "processes": 2, "grace": 30}
+    text = project("interruption", compute_loss="evaluation_that_is_signalled")
+    run = {"project": text, "processes": 2, "grace": 30}
     run["flags"] = ["--batch-size", 4, "--max-steps", 4]
     whole, stopped = (
         described_copy(tmp_path / x, "ddp_cifar", **run) for x in ("whole", "stopped")
@@ -180,16 +148,6 @@ def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(
     assert_same_training(stopped, whole, 0)
 
 
-UNDER_NOHUP = """
-signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-plain_step = train_step
-
-
-def train_step(run, *arguments):
-    if run.step in (2, 5):
-        os.kill(os.getpid(), signal.SIGHUP if run.step == 2 else signal.SIGTERM)
-    return plain_step(run, *arguments)
-"""
 LINE = "        resource_tracker.ensure_running()"
 EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
 
@@ -197,48 +155,18 @@ EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
 def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_path):
     """One that comes while the handlers are installed."""
     flags = ["--batch-size", 8, "--max-steps", 99]
-    nohup = described_copy(tmp_path / "nohup", "ddp_cifar", project=UNDER_NOHUP, flags=flags)
+    text = project("interruption", main="main_under_nohup", train_step="step_under_nohup")
+    nohup = described_copy(tmp_path / "nohup", "ddp_cifar", project=text, flags=flags)
     early = described_copy(tmp_path / "early", "ddp_cifar", EARLY, flags=flags)
     (codes, output), (early_codes, early_output) = forked([nohup, early], tmp_path)
     assert codes == [143] and "stopped after step 6, which is saved" in output, output
     assert early_codes == [138] and "stopped after step 2" in early_output, early_output
 
 
-STUCK_WORKER = """
-class Stuck(Dataset):
-    calls = count(1)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        worker = torch.utils.data.get_worker_info()
-        if worker and worker.id == 1 and next(self.calls) > 8:  # in its second batch
-            Path("worker").write_text(str(os.getpid()))
-            time.sleep(1000)
-        return torch.full((3, 8, 8), math.nan), 0
-
-
-def load_data(args, accelerator):
-    options = {"num_workers": 2, "batch_size": args.batch_size}
-    loader = DataLoader(Stuck(), shuffle=True, drop_last=True, **options)
-    return loader, DataLoader(Stuck(), 64)
-
-
-plain_step = train_step
-
-
-def train_step(run, model, optimizer, scheduler, microbatches):
-    microbatches = list(microbatches)
-    while not os.path.exists("worker"):
-        time.sleep(0.01)
-    return plain_step(run, model, optimizer, scheduler, microbatches)
-"""
-
-
 def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
     """Its SIGTERM is blocked, so that it lives until a checkpoint is written."""
-    run = {"project": STUCK_WORKER, "flags": ["--batch-size", 8]}
+    replaced = {"load_data": "data_of_a_stuck_worker", "train_step": "step_behind_the_stuck_worker"}
+    run = {"project": project("interruption", **replaced), "flags": ["--batch-size", 8]}
     stuck = described_copy(tmp_path / "stuck", "ddp_cifar", **run)
     ((codes, output),) = forked([stuck], tmp_path)
     assert codes == [2] and "not finite at step 1" in output, output
@@ -250,15 +178,6 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
             worker.kill()
 
 
-WAITS = """
-plain_step = train_step
-
-
-def train_step(run, *arguments):
-    while run.step == 3 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
-        time.sleep(0.05)
-    return plain_step(run, *arguments)
-"""
 STARTS = {
     "alone": ("ddp_cifar", 1, [sys.executable]),
     "under a launcher": ("sharded_cifar", 2, [*LAUNCH, CONFIGS[2]]),
@@ -272,7 +191,8 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
     start, tmp_path
 ):
     recipe, processes, launcher = STARTS[start]
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=WAITS)
+    waits = project("interruption", train_step="step_at_a_gate")
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=waits)
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
     flags += ["--threads", 1]
     command = [*launcher, script, *flags, "--log-every", 1, "--output-dir", tmp_path / "run"]
@@ -294,22 +214,10 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
     assert_same_training(outputs(tmp_path / "run"), alone, 0)
 
 
-NO_LOCKS = """
-import errno
-
-
-def no_locks(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
-os.lockf = no_locks
-"""
-
-
 def test_on_a_file_system_without_locks_a_run_says_so_and_trains(tmp_path):
-    ((codes, output),) = forked(
-        [described_copy(tmp_path / "run", "ddp_cifar", project=NO_LOCKS)], tmp_path
-    )
+    text = project("interruption", **{"os.lockf": "no_locks"})
+    one = described_copy(tmp_path / "run", "ddp_cifar", project=text)
+    ((codes, output),) = forked([one], tmp_path)
     said = "mine: run cannot be locked (No locks available): start no second run in it"
     assert codes == [0] and output.count(said) == 1, output
 

@@ -14,6 +14,7 @@ from conftest import (
     assert_same_training,
     copy,
     outputs,
+    project,
     train_forked,
     wait_until,
 )
@@ -23,17 +24,6 @@ MANIFEST = (ROOT / "clusters/kubernetes.yaml").read_text()
 needs_pods = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")
 FLAGS = ["--data=synthetic", "--model=simple_cnn", "--cpu", "--lr=0.02", "--log-every=1"]
 FLAGS += ["--global-batch-size=64", "--batch-size=32", "--max-steps=30", "--threads=1"]
-GATE = """
-train_step_of_recipe = train_step
-
-
-def train_step(run, *arguments):
-    if run.step == 12:  # in mid-epoch; the Job's second start is behind it
-        Path("gate").touch()
-        while Path("wait").exists():
-            time.sleep(0.05)
-    return train_step_of_recipe(run, *arguments)
-"""
 
 
 def edited(*flags):
@@ -50,12 +40,12 @@ def edited(*flags):
     return text
 
 
-def volume(directory, project=IN_FLOAT64):
+def volume(directory, more=""):
     """Return what the pods mount: a directory with the recipe."""
     (directory / "recipes").mkdir(parents=True)
     small = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
     less = small, "synthetic_images(1280, seed=1), synthetic_images(64, seed=2)"
-    copy("ddp_cifar", directory / "recipes/ddp_cifar.py", less, project=project)
+    copy("ddp_cifar", directory / "recipes/ddp_cifar.py", less, project=IN_FLOAT64 + more)
     return directory
 
 
@@ -84,7 +74,8 @@ def test_only_what_would_fail_again_ends_the_job_and_an_eviction_does_not_count(
 @pytest.mark.slow
 @needs_pods
 def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine(tmp_path):
-    directory = volume(tmp_path / "volume", IN_FLOAT64 + GATE)
+    gate = project("interruption", train_step="step_of_a_pod")
+    directory = volume(tmp_path / "volume", gate)
     (directory / "wait").touch()
     with Job(edited(), directory) as job:
         job.until((directory / "gate").exists)

@@ -4,35 +4,9 @@ import sys
 
 import memory
 import pytest
-from conftest import PROGRAMS, ROOT, copy, load, train_forked
+from conftest import PROGRAMS, ROOT, copy, load, project, train_forked
 
-# Large weights, then large activations: their peak comes before there are gradients.
-MODEL = """
-
-def build_model(args):
-    hidden = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2048), nn.Unflatten(1, (2, 32, 32)))
-    convolution = nn.Sequential(nn.Conv2d(2, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-    return nn.Sequential(hidden, convolution, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-"""
-COUNTED = """
-
-from memory import Counter
-counter = Counter()
-take_step = train_step
-steps = []
-
-
-def train_step(run, model, optimizer, *others):
-    gc.collect()  # what the counter itself has left in cycles
-    steps.append(1)
-    if len(steps) == 2:  # in the first one a pipeline finds its shapes, DDP makes other buckets
-        counter.track_external(model, optimizer)
-        counter.__enter__()
-    result = take_step(run, model, optimizer, *others)
-    peak = counter.get_tracker_snapshot("peak")
-    Path(f"peak-{os.environ['RANK']}").write_text(str(sum(x["Total"] for x in peak.values())))
-    return result
-"""
+MODEL = project("memory_models")
 SAMPLES = "synthetic_images(5120, seed=1)", "synthetic_images(768, seed=1)"
 CASES = {
     "ddp": [],
@@ -48,7 +22,7 @@ def held(tmp_path_factory):
     runs = []
     for technique, flags in CASES.items():
         script = directory / f"{technique}.py"
-        copy(f"{technique}_cifar", script, SAMPLES, project=MODEL + COUNTED)
+        copy(f"{technique}_cifar", script, SAMPLES, project=MODEL + project("memory_counted"))
         flags = ["--data", "synthetic", "--cpu", "--max-steps", 3, "--batch-size", 64, *flags]
         runs.append((2, script, flags))
     path = {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{PROGRAMS['PYTHONPATH']}"}
@@ -70,31 +44,11 @@ def test_the_prediction_is_what_processes_hold(technique, held, tmp_path):
     assert computed == pytest.approx(held[technique], rel=0.1)
 
 
-LARGE = """
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2**18), nn.Linear(2**18, 10))
-
-    def forward(self, images):
-        return self.layers(images)
-
-
-def build_model(args):
-    with torch.device("meta"):
-        return Model()  # 3.2 GB
-
-
-def make_optimizer(model, args, total_steps):
-    return torch.optim.AdamW(model.parameters()), None
-"""
-
-
 def test_the_table_of_a_copy(tmp_path, monkeypatch, capsys):
     """With its model in each recipe, and its optimizer, which has two states: with DDP's buckets
     and a gradient 3.2 GB five times, which 24 GB hold. A recipe that cannot have it says why."""
-    script = copy("ddp_cifar", tmp_path / "mine.py", project=LARGE)
+    text = project("memory_models", build_model="large_model", make_optimizer="adamw")
+    script = copy("ddp_cifar", tmp_path / "mine.py", project=text)
     monkeypatch.setattr(sys, "argv", ["memory.py", str(script), "--batch-size", "4"])
     memory.main()
     lines = capsys.readouterr().out.splitlines()
@@ -109,19 +63,11 @@ def test_the_table_of_a_copy(tmp_path, monkeypatch, capsys):
     assert "never compared with a GPU" in lines[10]
 
 
-HEAD = """
-
-def build_model(args):
-    layers = [nn.Sequential(nn.Flatten(), nn.Linear(3072, 32))]
-    layers += [nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True)) for _ in range(6)]
-    return nn.Sequential(*layers, nn.ReLU6(), nn.Linear(32, 200_000), nn.Identity())
-"""
-
-
 def test_a_pipeline_is_cut_where_its_stages_take_equal_time(tmp_path, monkeypatch, capsys):
     """Before a large head, not in the middle, and each stage has parameters. With known seconds per
     block (the last ones of the loss) the idle share is 1 / (chunks + 1)."""
-    script = copy("pipeline_cifar", tmp_path / "mine.py", project=HEAD)
+    text = project("memory_models", build_model="model_with_a_large_head")
+    script = copy("pipeline_cifar", tmp_path / "mine.py", project=text)
     flags = ["--batch-size", "8", "--cpu"]
     monkeypatch.setattr(sys, "argv", ["memory.py", "--cuts", str(script), *flags])
     memory.main()

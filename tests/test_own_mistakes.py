@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Exit, load
+from conftest import Exit, load, project
 from torch.utils import data
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -113,8 +113,8 @@ def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def mistake(*replacements, flags=()):
-    return pytest.mark.copied("ddp_cifar", *replacements, flags=flags, processes=2)
+def mistake(*replacements, **run):
+    return pytest.mark.copied("ddp_cifar", *replacements, processes=2, **run)
 
 
 def the_line(outcome):
@@ -154,30 +154,28 @@ BYPASS = (
 )
 PREPARE = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
-OWN_WEIGHTS = """    torch.manual_seed(accelerator.process_index)
-    nn.init.normal_(next(model.parameters()))
-"""
-OWN_RATE = """
-plain_optimizer = make_optimizer
-
-
-def make_optimizer(model, args, total_steps):
-    args = argparse.Namespace(**{**vars(args), "lr": args.lr * (RANK + 1)})
-    return plain_optimizer(model, args, total_steps)
-"""
+OWN_WEIGHTS = "    draw_weights_by_rank(accelerator, model)\n"
+OWN_RATE = project("own_mistakes", make_optimizer="optimizer_by_rank")
 DRIFTS = [
     pytest.param(
         [1],
-        marks=pytest.mark.copied("ddp_cifar", project=OWN_RATE, processes=2),
+        marks=mistake(project=OWN_RATE),
         id="learning rates of each rank",
     ),
     pytest.param([1], marks=mistake(BYPASS), id="a forward pass that bypasses DDP"),
     pytest.param(
-        [1], marks=mistake((PREPARE, PREPARE + OWN_WEIGHTS)), id="weights made by each rank"
+        [1],
+        marks=mistake((PREPARE, PREPARE + OWN_WEIGHTS), project=project("own_mistakes")),
+        id="weights made by each rank",
     ),
     pytest.param(
         [2, 3],
-        marks=pytest.mark.copied("pipeline_cifar", (STAGE, STAGE + OWN_WEIGHTS), processes=4),
+        marks=pytest.mark.copied(
+            "pipeline_cifar",
+            (STAGE, STAGE + OWN_WEIGHTS),
+            project=project("own_mistakes"),
+            processes=4,
+        ),
         id="weights of a stage made by each rank",
     ),
 ]
@@ -190,21 +188,10 @@ def test_ranks_that_drift_apart_exit_before_a_save(outcome, ranks):
     assert "call model(...)" in line and not list((outcome.directory / "run").glob("step-*"))
 
 
-UNUSED = """
-plain_model = build_model
+UNUSED = project("own_mistakes", build_model="model_with_an_unused_layer")
 
 
-def build_model(args):
-    model = plain_model(args)
-    model[2].extra = nn.Linear(4, 4)
-    model[2].forward = lambda x: model[2][1](model[2][0](x))
-    return model
-"""
-
-
-@pytest.mark.copied(
-    "ddp_cifar", project=UNUSED, processes=2, flags=["--log-every", 9, "--batch-size", 16]
-)
+@mistake(project=UNUSED, flags=["--log-every", 9, "--batch-size", 16])
 def test_parameters_that_get_no_gradient_are_named(outcome):
     line = re.search("^mine: error: (.*)$", outcome.output, re.MULTILINE)[1]
     assert "did not receive grad for rank 0: 2.extra.bias, 2.extra.weight" in line
@@ -218,17 +205,6 @@ def test_a_loss_that_is_not_finite_names_its_rank(outcome):
     assert "the loss of ranks [1], the weights of ranks [0, 1]" in the_line(outcome)
 
 
-IN_A_WORKER = """
-class Corrupt(torch.utils.data.TensorDataset):
-    def __getitem__(self, index):
-        raise ValueError("an image\\nis corrupt")
-
-
-def load_data(args, accelerator):
-    data = Corrupt(torch.zeros(256))
-    loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True, num_workers=1)
-    return loader, loader.__class__(data, args.batch_size)
-"""
 RAISES = [
     pytest.param(
         "TypeError: a mistake, in compute_loss, line",
@@ -244,7 +220,7 @@ RAISES = [
         "ValueError: Caught ValueError in DataLoader worker process 0. ... "
         "ValueError: an image ... is corrupt, "
         "in __getitem__, line",
-        marks=pytest.mark.copied("ddp_cifar", project=IN_A_WORKER, processes=2),
+        marks=mistake(project=project("own_mistakes", load_data="corrupt_data")),
         id="in a DataLoader's worker",
     ),
 ]

@@ -13,6 +13,7 @@ from conftest import (
     answers,
     assert_same_training,
     load,
+    project,
     train_forked,
 )
 from safetensors.torch import load_file
@@ -149,19 +150,7 @@ def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
     assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output
 
 
-OUTPUTS = """
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch, args):
-    kind = batch[1] if "--batch-size=24" in sys.argv else [{"label": x} for x in batch[1]]
-    return {**plain_loss(model, batch, args), "outputs": kind}
-
-
-def test_metrics(outputs, args):
-    labels = [x if torch.is_tensor(x) else x["label"] for x in outputs]
-    return {"places": sum(place * label.item() for place, label in enumerate(labels))}
-"""
+OUTPUTS = project("pipeline", compute_loss="loss_with_outputs", test_metrics="places")
 SIZES = {size: ["--split", 1, f"--batch-size={size}"] for size in (16, 24)}
 
 
@@ -184,13 +173,7 @@ def test_the_outputs_of_the_last_stages_come_in_the_order_of_the_test_set(outcom
     assert summary["test_places"] == sum(i * label.item() for i, label in enumerate(labels))
 
 
-TIED = """
-def build_model(args):
-    block, one, other = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-    first = [nn.Flatten(), nn.Linear(3072, 16), block, nn.BatchNorm1d(16), block]
-    one.weight = other.weight
-    return nn.Sequential(*first, one, other, nn.Linear(16, 10))
-"""
+TIED = project("pipeline", build_model="tied_model")
 
 
 @pytest.mark.slow
@@ -199,8 +182,7 @@ def test_weights_tied_within_a_stage_are_written_once_and_load_in_the_plain_mode
     """Also a block that comes twice; it runs twice. BatchNorm's statistics are those of the first
     pipeline, with which both evaluate."""
     assert set(outcome.codes) == {0}, outcome.output
-    exec(TIED, names := {"nn": nn})
-    model = names["build_model"](None)
+    model = load("tests/programs/copies/pipeline.py").tied_model(None)
     weights = load_file(outcome.directory / "run/model.safetensors")
     tied = ["4.weight", "4.bias", "6.weight"]
     assert model.load_state_dict(weights, strict=False) == (tied, [])

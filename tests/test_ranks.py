@@ -7,21 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING_FLOAT32, outputs, run
+from conftest import ROOT, ROUNDING_FLOAT32, outputs, project, run
 
-ONE_DIFFERS = """
-if os.environ["RANK"] == "1":
-    sys.argv += os.environ["MORE"].split()
-    if "--not-cpu" in sys.argv:  # as on a machine with GPUs
-        sys.argv = [x for x in sys.argv if not x.endswith("-cpu")]
-plain_images = synthetic_images
-
-
-def synthetic_images(samples, seed):
-    images, labels = plain_images(samples, seed)
-    fewer = os.environ["RANK"] == "1" and int(os.environ["FEWER"])
-    return images[fewer:], labels[fewer:]
-"""
+ONE_DIFFERS = project("ranks")
 
 
 def one_differs(recipe, name, said, more="", fewer=0):

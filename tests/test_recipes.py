@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, ROUNDING, assert_same_training, copy, forked, outputs
+from conftest import ROOT, ROUNDING, assert_same_training, copy, forked, outputs, project
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 
@@ -27,45 +27,6 @@ def test_imports_only_what_pyproject_names(recipe):
     assert "torch" in imported and imported <= allowed
 
 
-MINE = """
-class Noisy(Dataset):
-    def __init__(self, samples):
-        self.inputs = torch.linspace(-1, 1, 12 * samples).double().view(12, samples).T.sin()
-
-    def __len__(self):
-        return len(self.inputs)
-
-    def __getitem__(self, index):
-        noise = torch.randn(12) * numpy.random.rand() + random.random()
-        return self.inputs[index] + 0.1 * noise, self.inputs[index].cumsum(0)[::4]
-
-
-def add_flags(parser):
-    parser.add_argument("--workers", type=int)
-
-
-def load_data(args, accelerator):
-    options = {"batch_size": args.batch_size, "num_workers": args.workers}
-    train_loader = DataLoader(Noisy(100), shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(Noisy(37), **options)
-
-
-def build_model(args):
-    return nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3)).double()
-
-
-def model_blocks(model):  # of the pipeline
-    return sequential_blocks(model)
-
-
-def compute_loss(model, batch, args):
-    inputs, targets = batch
-    error = model(inputs) - targets
-    below = error.mean(1) < 0
-    return {"loss": error.square().mean(1), "largest": error.abs().amax(1), "below": below}
-"""
-
-
 @pytest.fixture(scope="module")
 def regressions(tmp_path_factory):
     """{recipe: (directory, exit codes, output)} of a copy in an empty directory, on two processes
@@ -74,7 +35,8 @@ def regressions(tmp_path_factory):
     runs = {}
     for recipe in RECIPES:
         directory = tmp_path_factory.mktemp(recipe)
-        script = copy(recipe, directory / "mine.py", ("import torchvision\n", ""), project=MINE)
+        less = "import torchvision\n", ""
+        script = copy(recipe, directory / "mine.py", less, project=project("regression"))
         source, sections = re.subn(r"(?s)# -+ CIFAR-10\n.*?(?=# =====)", "", script.read_text())
         assert sections == 1 and "class ImageTensors" not in source
         script.write_text(source)

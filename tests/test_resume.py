@@ -13,6 +13,7 @@ from conftest import (
     described_copy,
     forked,
     outputs,
+    project,
     untimed,
 )
 
@@ -63,33 +64,6 @@ UNFUSED = (
     "    optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)\n",
     "    optimizer = torch.optim.AdamW(model.parameters(), lr=peak / 100)\n",
 )
-OWN_STATE = """
-class Growing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()), persistent=False)  # in no state dict
-        self.register_buffer("cache", torch.zeros(1), persistent=False)
-
-    def forward(self, x):
-        if self.training:
-            self.calls += 1
-            self.cache = torch.zeros(len(self.cache) + 1)  # another size than in a new process
-        return x * (1 + self.calls / 100)
-
-
-plain_model, plain_step = build_model, train_step
-
-
-def build_model(args):
-    return plain_model(args).insert(0, nn.Sequential(Growing()))
-
-
-def train_step(run, *arguments):
-    if run.step == int(os.environ.get("ENDS", 0)):
-        os._exit(7)
-    say(f"mapped files: {'/step-' in Path('/proc/self/maps').read_text()}")
-    return plain_step(run, *arguments)
-"""
 
 
 @pytest.mark.slow
@@ -97,7 +71,7 @@ def train_step(run, *arguments):
 def test_buffers_of_no_state_dict_resume_and_no_state_keeps_the_file(recipe, tmp_path):
     """AdamW that is not fused would keep its number of steps in the mapped checkpoint, and so the
     disk space of a file that a later save deletes."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, UNFUSED, project=OWN_STATE)
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, UNFUSED, project=project("resume"))
     flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
     common = {"processes": 2, "script": script, "directory": tmp_path}
     whole, broken = ([*flags, "--log-every", 1, "--output-dir", x] for x in ("whole", "broken"))

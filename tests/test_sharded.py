@@ -22,6 +22,7 @@ from conftest import (
     forked,
     load,
     outputs,
+    project,
     train_forked,
 )
 from safetensors.torch import load_file
@@ -62,16 +63,8 @@ def assert_equal(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-WEIGHTED = """
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch, args):
-    return {**plain_loss(model, batch, args), "weight": batch[1] + 0.5}
-"""
-FILES = """
-ShardedStorage.file_size = 1000  # a small checkpoint has as many files as a large one
-"""
+# A small checkpoint has as many files as a large one.
+FILES = "\nShardedStorage.file_size = 1000\n"
 EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
     "1": (1, ["--batch-size", 32]),
     "2, whole gradients": (2, ["--batch-size", 4]),
@@ -86,9 +79,9 @@ EQUAL = {  # processes and flags: of the whole run, or of one that continues ano
 def equal_runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("equal")
     flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.3]
-    project = WEIGHTED + IN_FLOAT64
-    ddp = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=project)
-    script = copy("sharded_cifar", directory / "sharded.py", LITTLE_DATA, project=project + FILES)
+    text = project("sharded", compute_loss="weighted_loss") + IN_FLOAT64
+    ddp = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=text)
+    script = copy("sharded_cifar", directory / "sharded.py", LITTLE_DATA, project=text + FILES)
     runs = {"ddp": (1, ddp, [*flags, "--batch-size", 32])}
     flags += ["--checkpoint-every", 3]
     for name, (processes, own) in EQUAL.items():
@@ -169,76 +162,12 @@ def test_mistakes_are_one_line():
         recipe.check_units(tied)
 
 
-DISTURBED = """
-import resource
-
-plain_train_step, plain_main = train_step, main
-SCATTER = "reduce_scatter_single"
-if not hasattr(distributed, SCATTER):  # before torch 2.15
-    SCATTER = "reduce_scatter_tensor"
-plain_scatter = getattr(distributed, SCATTER)
-reduced, computed, passes = [], set(), []
-
-
-def build_model(args):
-    model = nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)),
-        nn.Sequential(nn.Conv2d(16, 8, 3), nn.InstanceNorm2d(8, 1e-5, 0.1, True, True)),
-        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
-    )
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.InstanceNorm2d):
-            module.register_forward_pre_hook(watch)
-    return model
-
-
-def watch(module, *_):
-    computed.add(f"{type(module).__name__.removeprefix('FSDP')} {module.weight.dtype}")
-    passes.append(module.training)
-
-
-def reduce_scatter(*arguments, **options):
-    reduced.append(str(options["input"].dtype))
-    return plain_scatter(*arguments, **options)
-
-
-setattr(distributed, SCATTER, reduce_scatter)
-
-
-def train_step(run, model, optimizer, scheduler, microbatches):
-    rank, step, what = json.loads(os.environ.get("DISTURB", "[0, 0, 0]"))
-    microbatches = list(microbatches)
-    if (RANK, run.step) == (rank, step):
-        if what == "nan":
-            microbatches[0][0].fill_(math.nan)
-        elif what == "stop":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif what == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-        else:
-            sys.addaudithook(partial(kill_at, what))
-    return plain_train_step(run, model, optimizer, scheduler, microbatches)
-
-
-def kill_at(moment, event, arguments):
-    if arguments and isinstance(arguments[0], str | Path):
-        if re.fullmatch(moment, f"{event} {Path(arguments[0]).name}"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main():
-    plain_main()
-    counted = {"reduced": reduced, "computed": sorted(computed), "passes": sum(passes)}
-    directory = Path(sys.argv[sys.argv.index("--output-dir") + 1])
-    Path(directory, f"counted.{os.environ['RANK']}").write_text(json.dumps(counted))
-"""
-
-
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
     """A copy of the recipe that can be killed, and more, with BatchNorm and dropout."""
     directory = tmp_path_factory.mktemp("disturbed")
-    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=DISTURBED + FILES)
+    text = project("sharded_disturbed") + FILES
+    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=text)
 
 
 def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbed, tmp_path):
@@ -268,31 +197,16 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbe
     assert set(counted["bf16 twice"]["computed"]) == {"Conv2d torch.bfloat16"} | norms
 
 
-COMPILED = """
-plain_main = main
-
-
-def build_model(args):
-    sizes = ((768, 64), (64, 48), (48, 32), (32, 16), (16, 10))
-    layers = [nn.Sequential(nn.Linear(*size), nn.BatchNorm1d(size[1]), nn.Tanh()) for size in sizes]
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
-def main():
-    plain_main()
-    print("graphs:", torch._dynamo.utils.counters["stats"]["unique_graphs"])
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs g++")
 def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_path):
     """Also with bf16 and activation checkpointing. Each unit is a graph, in training and in an
     evaluation: more than torch keeps of one function by default."""
     recipe, directory = "sharded_cifar", tmp_path / "again"
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
-    project = COMPILED + IN_FLOAT64.replace("double", "float")
-    in_fp32 = copy(recipe, tmp_path / "fp32.py", LITTLE_DATA, project=project)
+    text = project("sharded", build_model="model_of_five_units", main="main_that_counts_graphs")
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=text + IN_FLOAT64)
+    text += project("in_float64", DTYPE="torch.float32")
+    in_fp32 = copy(recipe, tmp_path / "fp32.py", LITTLE_DATA, project=text)
     flags = [*SMALL, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
     twice = [*flags, "--compile", "--precision", "bf16", "--activation-checkpointing"]
     runs = [(2, script, flags), (2, script, [*flags, "--compile"]), (2, in_fp32, twice)]
@@ -415,45 +329,12 @@ def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(d
         )
 
 
-TIED = """
-class Masked(nn.Linear):
-    def __init__(self, mask):
-        super().__init__(10, 10)
-        self.register_buffer("mask", mask, persistent=False)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        mask = torch.rand(10)
-        # Training reads it, and each rank changes it in its own way.
-        self.register_buffer("level", torch.zeros(3))
-        self.first = nn.Linear(3, 10)
-        self.blocks = nn.Sequential(Masked(mask), Masked(mask))
-        self.second = nn.Linear(10, 10)
-        self.third = nn.Linear(10, 10)
-        self.third.weight = self.second.weight
-
-    def forward(self, x):
-        x = x.mean((2, 3))
-        if self.training:
-            self.level.lerp_(x.detach().mean(0), 0.3)
-        x = self.first(x - self.level)
-        for block in self.blocks:
-            x = block(x) * block.mask
-        return self.third(torch.relu(self.second(torch.relu(x))))
-
-
-def build_model(args):
-    return Tied()
-"""
-
-
 @pytest.mark.slow
 def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_path):
     """A weight with two names is written once. A buffer of two modules is in no state dict."""
+    text = project("sharded", build_model="Tied") + IN_FLOAT64
     scripts = [
-        copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=TIED + IN_FLOAT64)
+        copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=text)
         for name in ("ddp", "sharded")
     ]
     flags = [*SMALL, "--batch-size", 16]
@@ -467,47 +348,17 @@ def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_p
     assert again.summary["test_loss"] == pytest.approx(sharded.summary["test_loss"], abs=ROUNDING)
 
 
-ANY_STATE = """
-class Nested(torch.optim.Optimizer):
-    \"\"\"Momentum whose state is nested, and has numbers and tensors that are not sharded.\"\"\"
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if parameter.grad is None:
-                continue
-            if not state:
-                zeros = torch.zeros_like(parameter)
-                state["moments"] = {"first": zeros, "more": [zeros.clone(), 0.0, torch.zeros(2)]}
-            first, (slow, scale, plain) = state["moments"].values()
-            first.lerp_(parameter.grad, 0.5)
-            slow.lerp_(first, 0.2)
-            plain += 1
-            state["moments"]["more"][1] = scale + 0.25
-            parameter -= 0.1 * (first + slow) * (1 + scale + plain[0].item() / 8)
-
-
-def make_optimizer(model, args, total_steps):
-    model.blocks[0].bias.requires_grad_(False)
-    optimizer = Nested(model.parameters())
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-"""
-
-
 @pytest.mark.slow
 def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     """A nested state of the optimizer, tied and frozen weights, on 1, 2 and 3 processes, which
     divide 10 rows unevenly. The resumed runs divide shards among files, the first one does not."""
-    project = TIED.replace("self.training", "False") + IN_FLOAT64 + ANY_STATE
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=project)
+    replaced = {"build_model": "Tied", "make_optimizer": "nested_optimizer", "Tied.moves": False}
+    text = project("sharded", **replaced) + IN_FLOAT64
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
     flags = [*SMALL, "--global-batch-size", 48, "--batch-size", 48, "--max-steps", 4]
     flags += ["--checkpoint-every", 2, "--keep", 9]
     (whole,) = train_forked(tmp_path, (2, script, flags))
-    copy("sharded_cifar", script, LITTLE_DATA, project=project + FILES)
+    copy("sharded_cifar", script, LITTLE_DATA, project=text + FILES)
     again = {n: tmp_path / f"again on {n}" for n in (1, 2, 3)}
     for directory in again.values():
         shutil.copytree(whole.directory, directory)
@@ -522,29 +373,10 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     assert one == [1, 1] and min(many) > 3
 
 
-CHANGING = """
-class Counting(nn.Module):
-    \"\"\"Scales its input by a buffer that is in no state dict, and that training changes.\"\"\"
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 10)
-        self.register_buffer("passes", torch.zeros(()), persistent=False)
-
-    def forward(self, x):
-        if self.training:
-            self.passes += 1
-        return self.inner(x.mean((2, 3))) * (1 + self.passes / 4)
-
-
-def build_model(args):
-    return Counting()
-"""
-
-
 @pytest.mark.slow
 def test_buffers_that_are_in_no_state_dict_are_resumed_also_with_replicas(tmp_path):
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=CHANGING)
+    text = project("sharded", build_model="Counting")
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 4, "--checkpoint-every", 2]
     cases = [(2, script, flags), (4, script, [*flags, "--replicas", 2])]
     wholes = train_forked(tmp_path, *cases)
@@ -562,50 +394,6 @@ def test_buffers_that_are_in_no_state_dict_are_resumed_also_with_replicas(tmp_pa
 
 
 FILE_SIZE = 2**22
-MEASURED = f"""
-import ctypes
-
-ShardedStorage.file_size = {FILE_SIZE}
-libc = ctypes.CDLL(None)
-libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: larger blocks are given back when they are freed
-plain_fsync = os.fsync
-synced, peaks = {{}}, {{}}
-
-
-def build_model(args):
-    layers = [nn.Linear(1024, 1024) for _ in range(12)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), *layers, nn.AvgPool1d(64))
-
-
-def in_memory(name):
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(name + r":\\s+(\\d+) kB", status)[1])
-
-
-def with_peak(name, function):
-    def call(*arguments, **options):
-        synced.clear()
-        libc.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, begins again
-        before = in_memory("VmRSS")
-        result = function(*arguments, **options)
-        peaks[name] = in_memory("VmHWM") - before
-        Path("measured." + str(RANK)).write_text(json.dumps([peaks, synced]))
-        return result
-
-    return call
-
-
-def fsync(descriptor):
-    path = os.readlink("/proc/self/fd/" + str(descriptor))
-    synced[Path(path).name] = os.fstat(descriptor).st_size
-    plain_fsync(descriptor)
-
-
-os.fsync = fsync
-for owner, name in ((ShardedStorage, "write"), (ShardedStorage, "read"), (dcp, "load")):
-    setattr(owner, name, with_peak(name, getattr(owner, name)))
-"""
 
 
 @pytest.mark.slow
@@ -613,7 +401,8 @@ def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tm
     """Not all shards: the peak of a process's resident memory in a save, and when a run that
     resumes reads. A file has less than FILE_SIZE and a tensor, at most half of the first layer's.
     The last one has a bias only."""
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=MEASURED)
+    text = project("sharded_measured", **{"ShardedStorage.file_size": FILE_SIZE})
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
     flags = [*SMALL, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
     where = {"directory": tmp_path / "run"}
     (run,) = train_forked(tmp_path, (2, script, flags, where))

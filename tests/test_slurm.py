@@ -152,18 +152,10 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     assert len(job.checkpoints()) == 2 and job.checkpoints()[0] == saved, "saved, too"
 
 
-SEES = """
-import os, sys
-names = "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"
-# One write, or the lines of two ranks may come interleaved.
-os.write(1, f"sees {' '.join(os.environ.get(name, 'none') for name in names)};\\n".encode())
-"""
-
-
 def a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails(
     directory, slurm
 ):
-    code = f"{SEES}\nsys.exit('it is broken')"
+    code = (ROOT / "tests/programs/broken_job.py").read_text()
     job = Job(slurm, directory, "--partition=gpu", code=code)
     job.until("FAILED", "COMPLETED")
     assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")

@@ -5,96 +5,24 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING_FLOAT32, assert_same_training, copy, train_forked
+from conftest import ROUNDING_FLOAT32, assert_same_training, copy, load, project, train_forked
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
 
-PROJECT = """
-LENGTHS = [2, 47, 5, 30, 11, 3, 19, 8]  # the mean of two halves' means is another one
-
-
-class Sequences(Dataset):
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(1, 20, (LENGTHS[index] + 1,), generator=generator)
-
-
-def padded(sequences):
-    return nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-
-
-def load_data(args, accelerator):
-    options = {"batch_size": args.batch_size, "collate_fn": padded}
-    # Not shuffled: each process has always the same four sequences.
-    return DataLoader(Sequences(), drop_last=True, **options), DataLoader(Sequences(), **options)
-
-
-def build_model(args):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 20))
-
-
-def compute_loss(model, batch, args):
-    logits = model(batch[:, :-1]).transpose(1, 2)
-    disturb(model, logits)
-    counted = (batch[:, 1:] != 0).sum(1)
-    losses = F.cross_entropy(logits, batch[:, 1:], ignore_index=0, reduction="none").sum(1)
-    return {"loss": losses / counted.clamp(min=1), "weight": counted}
-
-
-def disturb(model, logits):
-    pass
-
-
-def make_optimizer(model, args, total_steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-"""
 # Of process 1 the whole share, and of one process's two microbatches the second one.
-NO_TARGETS = ("[2, 47, 5, 30, 11, 3, 19, 8]", "[2, 47, 5, 30, 0, 0, 0, 0]")
-SCALER = """
-plain_description = Run.describe
-
-
-def describe(run, optimizer):
-    run.accelerator.native_amp = True  # as on a GPU, but for autocast
-    run.accelerator.state._mixed_precision = "fp16"
-    return plain_description(run, optimizer)
-
-
-Run.describe = describe
-accelerator_without_scaler = make_accelerator
-
-
-def make_accelerator(*arguments):
-    accelerator = accelerator_without_scaler(*arguments)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return accelerator
-"""
-OVERFLOW = """
-calls = []
-
-
-def disturb(model, logits):
-    calls.append(model.training)
-    # The second microbatch of the third step of process 1 alone.
-    if sum(calls) == 6 and model.training and os.environ["RANK"] == "1":
-        logits.register_hook(lambda gradient: gradient * math.inf)
-"""
-# {case: (recipe, processes, --batch-size, --clip-norm, more in the copy, NO_TARGETS or not)}
+NO_TARGETS = [2, 47, 5, 30, 0, 0, 0, 0]
+SCALER = {"Run.describe": "describe_as_fp16", "make_accelerator": "accelerator_with_scaler"}
+OVERFLOW = {"disturb": "overflow"}
+# {case: (recipe, processes, --batch-size, --clip-norm, what is chosen, NO_TARGETS or not)}
 CASES = {
-    "1 x 8": ("ddp_cifar", 1, 8, None, "", False),
-    "2 processes x 1, accumulated 4": ("ddp_cifar", 2, 1, None, "", False),
-    "clipped": ("ddp_cifar", 2, 2, 0.1, "", False),
-    "a process without targets": ("ddp_cifar", 2, 4, None, "", True),
-    "most microbatches without targets": ("ddp_cifar", 2, 1, 0.1, "", True),
+    "1 x 8": ("ddp_cifar", 1, 8, None, {}, False),
+    "2 processes x 1, accumulated 4": ("ddp_cifar", 2, 1, None, {}, False),
+    "clipped": ("ddp_cifar", 2, 2, 0.1, {}, False),
+    "a process without targets": ("ddp_cifar", 2, 4, None, {}, True),
+    "most microbatches without targets": ("ddp_cifar", 2, 1, 0.1, {}, True),
     "amp, loss scaling": ("amp_cifar", 2, 2, None, SCALER, False),
     "amp, loss scaling, clipped": ("amp_cifar", 2, 2, 0.1, SCALER, True),
-    "amp, an overflow": ("amp_cifar", 2, 2, None, SCALER + OVERFLOW, False),
+    "amp, an overflow": ("amp_cifar", 2, 2, None, SCALER | OVERFLOW, False),
 }
 
 
@@ -110,9 +38,10 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokens")
     runs = []
     for number, (case, values) in enumerate(CASES.items()):
-        recipe, processes, _, _, more, no_targets = values
-        project = PROJECT.replace(*NO_TARGETS) if no_targets else PROJECT
-        script = copy(recipe, directory / f"{number}.py", project=project + more)
+        recipe, processes, _, _, chosen, no_targets = values
+        chosen = {**chosen, "LENGTHS": NO_TARGETS} if no_targets else chosen
+        text = project("tokens", **chosen)
+        script = copy(recipe, directory / f"{number}.py", project=text)
         runs.append((processes, script, flags_of(case)))
     return dict(zip(CASES, train_forked(directory, *runs), strict=True))
 
@@ -120,15 +49,15 @@ def trained(tmp_path_factory):
 def exact_training(clip_norm, no_targets, steps):
     """In float64, in one batch: the mean over all tokens. Return weights before and after, the
     losses and the norms of the gradient."""
-    space = {"torch": torch, "nn": nn, "F": F, "Dataset": Dataset, "DataLoader": DataLoader}
-    exec(PROJECT.replace(*NO_TARGETS) if no_targets else PROJECT, space)
-    model = space["build_model"](None).double()
+    ours = load("tests/programs/copies/tokens.py")
+    ours.LENGTHS = NO_TARGETS if no_targets else ours.LENGTHS
+    model = ours.build_model(None).double()
     initial = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer, _ = space["make_optimizer"](model, None, None)
+    optimizer, _ = ours.make_optimizer(model, None, None)
     losses, norms = [], []
     for _ in range(steps):
         optimizer.zero_grad()
-        tokens = [sequence for sequence in space["Sequences"]() if len(sequence) > 1]
+        tokens = [sequence for sequence in ours.Sequences() if len(sequence) > 1]
         logits = torch.cat([model(sequence[:-1]) for sequence in tokens])
         loss = F.cross_entropy(logits, torch.cat([sequence[1:] for sequence in tokens]))
         loss.backward()

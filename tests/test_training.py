@@ -17,6 +17,7 @@ from conftest import (
     assert_same_training,
     copy,
     load,
+    project,
     train_forked,
 )
 
@@ -34,60 +35,21 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
             )
 
 
-CENTERED = """
-class Centered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("center", torch.zeros(()))
-
-    def forward(self, x):
-        centers = utils.gather(self.center[None]).unique()
-        assert len(centers) == 1, f"the ranks have centers {centers}"
-        if self.training:
-            self.center = 0.9 * self.center + 0.1 * x.detach().mean()  # another tensor
-        return x - self.center
-
-
-plain_model = build_model
-
-
-def build_model(args):
-    return plain_model(args).insert(0, Centered())
-
-
-def shard_units(model):
-    return []  # they have to have parameters of their own
-"""
-
-
 @pytest.mark.slow
 def test_ranks_share_a_buffer_that_a_module_replaces(tmp_path):
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 4]
     recipes = ("ddp_cifar", "sharded_cifar")
-    scripts = [copy(x, tmp_path / f"{x}.py", LITTLE_DATA, project=CENTERED) for x in recipes]
+    text = project("training", build_model="centered_model", shard_units="no_units")
+    scripts = [copy(x, tmp_path / f"{x}.py", LITTLE_DATA, project=text) for x in recipes]
     for run in train_forked(tmp_path, *((2, script, flags) for script in scripts)):
         assert run.weights["0.center"] != 0 and len(run.train) == 4
-
-
-RANDOM = """
-def build_model(args):
-    layers = [nn.Conv2d(3, 4, 3, stride=2), nn.Dropout(0.5), nn.Tanh(), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(196, 10))
-
-
-plain_loss = compute_loss
-
-
-def compute_loss(model, batch, args):
-    values = plain_loss(model, batch, args)
-    return {**values, "loss": values["loss"] * torch.rand(len(batch[1]))}
-"""
 
 
 @pytest.mark.slow
 def test_random_numbers_of_a_step_are_the_same_on_any_number_of_processes(tmp_path):
     """Dropout and a random loss: by step and microbatch, not by rank."""
-    script = copy("ddp_cifar", tmp_path / "m.py", LITTLE_DATA, project=RANDOM + IN_FLOAT64)
+    text = project("training", build_model="model_with_dropout", compute_loss="random_loss")
+    script = copy("ddp_cifar", tmp_path / "m.py", LITTLE_DATA, project=text + IN_FLOAT64)
     flags = [*SMALL, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 4]
     first, *others = train_forked(tmp_path, *((n, script, flags) for n in (1, 2, 4)))
     for run in others:
@@ -248,18 +210,6 @@ def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, m
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 3
 
 
-COMPILED = """
-class Model(nn.Sequential):
-    def forward(self, images):  # before torch 2.15 a plain Sequential is not compiled
-        return super().forward(images)
-
-
-def build_model(args):
-    blocks = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
-    return Model(*blocks, nn.Flatten(), nn.Linear(16, 10))
-"""
-
-
 @pytest.mark.slow
 def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
     cache = {
@@ -268,7 +218,8 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
     flags = [*SMALL, "--max-steps", 3, "--batch-size", 16]
-    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=COMPILED + IN_FLOAT64)
+    text = project("training", build_model="model_to_compile") + IN_FLOAT64
+    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=text)
     compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}
     compiled, eager = train_forked(tmp_path, compiled, (1, script, flags))
     assert any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"

@@ -1,0 +1,133 @@
+"""For copies in test_check.py: a small model with dropout and a random loss, and mistakes."""
+
+import os
+import time
+
+import accelerate
+import torch
+from torch import distributed, nn
+from torch.distributed.nn.functional import all_gather
+from torch.utils.data import DataLoader
+
+from ddp_cifar import compute_loss, make_optimizer, synthetic_images
+
+plain_loss, plain_optimizer = compute_loss, make_optimizer
+
+
+def small_model(args):  # starting processes is the most of what a check of it takes
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Dropout(0.5)),
+        nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 10)),
+    )
+
+
+def random_loss(model, batch, args):
+    values = plain_loss(model, batch, args)
+    noise = torch.rand_like(values["loss"])
+    return {**values, "loss": values["loss"] * (0.5 + noise), "noise": noise}
+
+
+build_model, compute_loss = small_model, random_loss
+
+
+class Recurrent(nn.Module):
+    """It is chaotic."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.input, self.hidden = nn.Linear(96, 64), nn.Linear(64, 64)
+        self.output = nn.Linear(64, 10)
+        nn.init.normal_(self.hidden.weight, std=1.5 / 8)
+
+    def forward(self, images):
+        state = torch.zeros(len(images), 64)
+        for row in images.unbind(2):
+            state = torch.tanh(self.hidden(state) + self.input(row.flatten(1)))
+        return self.output(state)
+
+
+def optimizer_with_a_fixed_rate(model, args, total_steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+
+class Noisy(torch.utils.data.TensorDataset):
+    generator = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.1 * torch.randn(image.shape, generator=self.generator), label
+
+
+WORKERS = 0
+
+
+def data_with_their_own_generator(args, accelerator):
+    images, labels = synthetic_images(256, seed=1)
+    dataset = Noisy(images.permute(0, 3, 1, 2) / 255, labels)
+    options = {"batch_size": args.batch_size, "num_workers": WORKERS}
+    train_loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(torch.utils.data.Subset(dataset, range(64)), **options)
+
+
+class Counted(nn.Sequential):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+def model_with_a_counter(args):
+    return Counted(*small_model(args))
+
+
+def loss_of_noise(seed, model, batch, args):
+    images, labels = batch
+    if model.training:
+        torch.manual_seed(seed)
+        images = images + 0.1 * torch.randn(images.shape)
+    return random_loss(model, (images, labels), args)
+
+
+def loss_by_rank(*arguments):
+    return loss_of_noise(accelerate.PartialState().process_index, *arguments)
+
+
+def loss_by_clock(*arguments):
+    return loss_of_noise(time.time_ns(), *arguments)
+
+
+def loss_of_all_ranks(model, batch, args):
+    values = random_loss(model, batch, args)
+    ranks = all_gather(values["loss"]) if distributed.is_initialized() else [values["loss"]]
+    return {**values, "loss": values["loss"] + torch.cat(ranks).logsumexp(0)}
+
+
+def draw_weights_by_rank(accelerator, model):
+    torch.manual_seed(accelerator.process_index)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.05)
+
+
+average = {}
+
+
+def follow(optimizer, *_):
+    for parameter in (x for group in optimizer.param_groups for x in group["params"]):
+        average.setdefault(parameter, parameter.detach().clone()).lerp_(parameter, 0.1)
+
+
+def loss_with_an_average(model, batch, args):
+    values = random_loss(model, batch, args)
+    pull = sum((x - average[x]).pow(2).sum() for x in model.parameters() if x in average)
+    return {**values, "loss": values["loss"] + 0.1 * pull}
+
+
+def optimizer_with_an_average(model, args, total_steps):
+    optimizer, scheduler = plain_optimizer(model, args, total_steps)
+    optimizer.register_step_post_hook(follow)
+    return optimizer, scheduler

@@ -1,0 +1,30 @@
+"""For copies in test_checkpoints.py: they say which checkpoint they read. The environment variable
+FAILS is a rank that cannot, LATER the default of another flag; with OWN_DISKS each rank has an
+output directory of its own."""
+
+import os
+import sys
+
+from ddp_cifar import FileStorage, add_flags, main, say
+
+read, plain_flags, plain_main = FileStorage.read, add_flags, main
+
+
+def announced(self, path):
+    say(f"rank {os.environ['RANK']} reads {path}")
+    if os.environ["RANK"] == os.environ.get("FAILS"):
+        raise OSError(116, "Stale file handle")
+    return read(self, path)
+
+
+def add_flags(parser):
+    plain_flags(parser)
+    if "LATER" in os.environ:
+        parser.add_argument("--later", default=os.environ["LATER"])
+
+
+def main():
+    FileStorage.read = announced
+    if "OWN_DISKS" in os.environ:
+        sys.argv[-1] += os.environ["RANK"]
+    plain_main()

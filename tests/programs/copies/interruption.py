@@ -1,0 +1,106 @@
+"""For copies in test_interruption.py and test_kubernetes.py: signals, stuck workers, gates."""
+
+import errno
+import math
+import os
+import signal
+import time
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_cifar import compute_loss, main, say, train_step
+
+plain_loss, plain_main, plain_step = compute_loss, main, train_step
+
+
+def data_of_a_fork_server(args, accelerator):
+    labels = torch.zeros(512, dtype=torch.int64)
+    data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), labels)
+    workers = {"num_workers": 1, "persistent_workers": True}
+    options = {"multiprocessing_context": "forkserver", "drop_last": True, **workers}
+    train_loader = DataLoader(data, args.batch_size, shuffle=True, **options)
+    return train_loader, DataLoader(data, 64)
+
+
+def main_in_the_foreground():
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
+    plain_main()
+
+
+def loss_that_never_ends(model, batch, args):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGQUIT)
+    time.sleep(99)
+
+
+evaluated = 0
+
+
+def evaluation_that_is_signalled(model, batch, args):
+    global evaluated
+    if not model.training:
+        evaluated += 1
+        say(f"evaluates batch {evaluated}")
+        if evaluated == 2 and os.environ["RANK"] == os.environ.get("SIGNALLED"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return plain_loss(model, batch, args)
+
+
+def main_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    plain_main()
+
+
+def step_under_nohup(run, *arguments):
+    if run.step in (2, 5):
+        os.kill(os.getpid(), signal.SIGHUP if run.step == 2 else signal.SIGTERM)
+    return plain_step(run, *arguments)
+
+
+class Stuck(Dataset):
+    calls = count(1)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        worker = torch.utils.data.get_worker_info()
+        if worker and worker.id == 1 and next(self.calls) > 8:  # in its second batch
+            Path("worker").write_text(str(os.getpid()))
+            time.sleep(1000)
+        return torch.full((3, 8, 8), math.nan), 0
+
+
+def data_of_a_stuck_worker(args, accelerator):
+    options = {"num_workers": 2, "batch_size": args.batch_size}
+    loader = DataLoader(Stuck(), shuffle=True, drop_last=True, **options)
+    return loader, DataLoader(Stuck(), 64)
+
+
+def step_behind_the_stuck_worker(run, model, optimizer, scheduler, microbatches):
+    microbatches = list(microbatches)
+    while not os.path.exists("worker"):
+        time.sleep(0.01)
+    return plain_step(run, model, optimizer, scheduler, microbatches)
+
+
+def step_at_a_gate(run, *arguments):
+    while run.step == 3 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.05)
+    return plain_step(run, *arguments)
+
+
+def step_of_a_pod(run, *arguments):
+    if run.step == 12:  # in mid-epoch; the Job's second start is behind it
+        Path("gate").touch()
+        while Path("wait").exists():
+            time.sleep(0.05)
+    return plain_step(run, *arguments)
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

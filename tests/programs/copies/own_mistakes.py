@@ -1,0 +1,39 @@
+"""For copies in test_own_mistakes.py: mistakes that processes have to tell each other."""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddp_cifar import RANK, build_model, make_optimizer
+
+plain_model, plain_optimizer = build_model, make_optimizer
+
+
+def draw_weights_by_rank(accelerator, model):
+    torch.manual_seed(accelerator.process_index)
+    nn.init.normal_(next(model.parameters()))
+
+
+def optimizer_by_rank(model, args, total_steps):
+    args = argparse.Namespace(**{**vars(args), "lr": args.lr * (RANK + 1)})
+    return plain_optimizer(model, args, total_steps)
+
+
+def model_with_an_unused_layer(args):
+    model = plain_model(args)
+    model[2].extra = nn.Linear(4, 4)
+    model[2].forward = lambda x: model[2][1](model[2][0](x))
+    return model
+
+
+class Corrupt(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        raise ValueError("an image\nis corrupt")
+
+
+def corrupt_data(args, accelerator):
+    data = Corrupt(torch.zeros(256))
+    loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True, num_workers=1)
+    return loader, loader.__class__(data, args.batch_size)

@@ -1,0 +1,96 @@
+"""For copies in test_sharded.py: models, a loss, an optimizer."""
+
+import torch
+from torch import nn
+
+from sharded_cifar import compute_loss, main
+
+plain_loss, plain_main = compute_loss, main
+
+
+def weighted_loss(model, batch, args):
+    return {**plain_loss(model, batch, args), "weight": batch[1] + 0.5}
+
+
+def model_of_five_units(args):
+    sizes = ((768, 64), (64, 48), (48, 32), (32, 16), (16, 10))
+    layers = [nn.Sequential(nn.Linear(*size), nn.BatchNorm1d(size[1]), nn.Tanh()) for size in sizes]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def main_that_counts_graphs():
+    plain_main()
+    print("graphs:", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+class Masked(nn.Linear):
+    def __init__(self, mask):
+        super().__init__(10, 10)
+        self.register_buffer("mask", mask, persistent=False)
+
+
+class Tied(nn.Module):
+    moves = True
+
+    def __init__(self, args):
+        super().__init__()
+        mask = torch.rand(10)
+        # Training reads it, and each rank changes it in its own way.
+        self.register_buffer("level", torch.zeros(3))
+        self.first = nn.Linear(3, 10)
+        self.blocks = nn.Sequential(Masked(mask), Masked(mask))
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 10)
+        self.third.weight = self.second.weight
+
+    def forward(self, x):
+        x = x.mean((2, 3))
+        if self.training and self.moves:
+            self.level.lerp_(x.detach().mean(0), 0.3)
+        x = self.first(x - self.level)
+        for block in self.blocks:
+            x = block(x) * block.mask
+        return self.third(torch.relu(self.second(torch.relu(x))))
+
+
+class Nested(torch.optim.Optimizer):
+    """Momentum whose state is nested, and has numbers and tensors that are not sharded."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if parameter.grad is None:
+                continue
+            if not state:
+                zeros = torch.zeros_like(parameter)
+                state["moments"] = {"first": zeros, "more": [zeros.clone(), 0.0, torch.zeros(2)]}
+            first, (slow, scale, plain) = state["moments"].values()
+            first.lerp_(parameter.grad, 0.5)
+            slow.lerp_(first, 0.2)
+            plain += 1
+            state["moments"]["more"][1] = scale + 0.25
+            parameter -= 0.1 * (first + slow) * (1 + scale + plain[0].item() / 8)
+
+
+def nested_optimizer(model, args, total_steps):
+    model.blocks[0].bias.requires_grad_(False)
+    optimizer = Nested(model.parameters())
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+class Counting(nn.Module):
+    """Scales its input by a buffer that is in no state dict, and that training changes."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.inner = nn.Linear(3, 10)
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+        return self.inner(x.mean((2, 3))) * (1 + self.passes / 4)
