@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import make
-from conftest import ROUNDING_FLOAT32, SMALL, forked, train_forked
+from conftest import ROUNDING_FLOAT32, SMALL, forked, load, train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -46,6 +46,29 @@ def test_an_average_of_weights_is_that_of_a_sum_in_float64():
         average.update(step)
         average.use()
     torch.testing.assert_close(model.weight.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(tmp_path):
+    script, plain = tmp_path / "mine.py", tmp_path / "plain.py"
+    make(script, "ddp", "activation_checkpointing")
+    text = script.read_text()
+    plain.write_text(text.replace("in shard_units(model):\n", "in ():\n"))
+    assert plain.read_text() != text
+    flags = [*SMALL, "--batch-size", 64, "--max-steps", 3]
+    ours, exact = train_forked(tmp_path, (2, script, flags), (2, plain, flags))
+    torch.testing.assert_close(ours.weights, exact.weights, rtol=0, atol=0)
+
+    mine = load(script)
+    kept = []
+    for checkpointed in (False, True):
+        model = mine.build_model(SimpleNamespace(model="simple_cnn"))
+        for block in mine.shard_units(model) if checkpointed else ():
+            mine.checkpoint_activations(block)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+            model(torch.randn(8, 3, 32, 32))
+        kept.append(len(saved))
+    assert kept[1] == 0 < kept[0]
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():
