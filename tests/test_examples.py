@@ -68,7 +68,8 @@ def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
             model(torch.randn(8, 3, 32, 32))
         kept.append(len(saved))
-    assert kept[1] == 0 < kept[0]
+    blocks = len(mine.shard_units(model))
+    assert kept[1] == blocks < kept[0]  # torch keeps a placeholder of each
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():
