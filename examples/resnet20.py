@@ -7,7 +7,7 @@ It has 0.27 million parameters: a machine without a GPU trains it in an hour or 
 uses bf16, which CPUs with AMX or AVX-512-BF16 multiply faster. The model and the augmentation are
 the paper's; the optimizer and the schedule are the recipe's. CIFAR-10 is downloaded if missing.
 
-Group: vision. Recipes: ddp, amp, sharded.
+Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
 import torch

@@ -40,6 +40,7 @@ FLAGS_OF = {
     "balanced": OF_PHOTOS,
     "tar_shards": ["--lr", "1e-3"],
     "segmentation": ["--lr", "1e-4", "--size", "16"],
+    "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
     "language_model": ["--length", "32"],
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],

@@ -13,6 +13,7 @@ from conftest import ROUNDING_FLOAT32, SMALL, forked, load, train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from torch.utils import flop_counter
 from torch.utils.data import DataLoader
 
 import auroc
@@ -21,6 +22,7 @@ import diffusion
 import distillation
 import ema
 import gan
+import resnet20
 import second_optimizer
 from lib import order
 
@@ -70,6 +72,22 @@ def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(
         kept.append(len(saved))
     blocks = len(mine.shard_units(model))
     assert kept[1] == blocks < kept[0]  # torch keeps a placeholder of each
+
+
+def test_resnet20_has_the_size_and_the_shortcuts_of_the_paper():
+    """0.27 million parameters, 41 million multiplications per image; no parameters in shortcuts."""
+    model = resnet20.build_model(None)
+    assert sum(x.numel() for x in model.parameters()) == 269722
+    with flop_counter.FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 3, 32, 32))
+    assert counter.get_total_flops() / 2 == pytest.approx(40.55e6, rel=1e-3)
+    blocks = [x for x in model if isinstance(x, resnet20.Block)]
+    assert [x.bn2.num_features for x in blocks] == [16] * 3 + [32] * 3 + [64] * 3
+    block = blocks[3].eval()
+    torch.nn.init.zeros_(block.bn2.weight)
+    images = torch.rand(2, 16, 8, 8)
+    assert block(images)[:, :16].equal(images[:, :, ::2, ::2])
+    assert not block(images)[:, 16:].any()
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():
