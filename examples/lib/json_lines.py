@@ -21,7 +21,7 @@ def texts_of(path, flag, *names):
         exit_with_error(f"{flag} {path}: {error.strerror}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         needed = json.dumps(dict.fromkeys(names, "a text"))
-        exit_with_error(f"{flag} {path}, line {len(rows) + 1}: {error!r}: needed is {needed}")
+        exit_with_error(f"{flag} {path}, line {len(rows) + 1}: {error!r}: a line is {needed}")
     if not rows:
         exit_with_error(f"{flag} {path}: the file is empty")
     return rows
