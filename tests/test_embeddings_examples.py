@@ -157,7 +157,7 @@ def texts(tmp_path_factory):
 
 
 def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
-    """Embeddings of texts, on 1, 2 and 4 processes, in 1 to 8 microbatches each, sharded, and with a
+    """Embeddings of texts, on 1, 2 and 4 processes, in 1 to 8 microbatches, sharded, and with a
     scaled loss."""
     double = (TEXTS, MODEL_IN_FLOAT64)
     reference = written(tmp_path / "whole.py", "ddp", "embeddings", *double, REFERENCE)
