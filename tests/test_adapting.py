@@ -27,6 +27,7 @@ ADDED = {
     "photos": ["ema", "best_weights", "auroc", "activation_checkpointing"],
     "language_model": ["second_optimizer", "ema"],
     "fine_tune": ["lora"],
+    "embeddings": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
@@ -47,6 +48,7 @@ FLAGS_OF = {
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],
     "mixture": ["--length", "32"],
+    "embeddings": ["--length", "32", "--lr", "1e-3"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 
