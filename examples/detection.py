@@ -11,10 +11,17 @@
         for images in [[Image.new('L', (r(60, 96), r(60, 96))) for _ in range(n)]]
         for boxes in [[{'image_id': r(1, n - 1), 'category_id': r(1, 2),
             'bbox': [r(0, 30), r(0, 30), r(9, 30), r(9, 30)]} for _ in range(2 * n)]]]"
-    torchrun --nproc_per_node 2 mine.py --train train train.json --test test test.json --classes 3 \
-        --size 96 --backbone resnet18 --norm group --batch-size 8 --epochs 8 --lr 1e-3
+    torchrun --nproc_per_node 2 mine.py --classes 3 --size 96 --norm group --lr 1e-3 --batch-size 2
 
-Needs `pip install pycocotools`.
+Needs `pip install pycocotools`. For COCO: --train train2017 annotations/instances_train2017.json.
+To begin from pretrained weights, which is usual, save them once, and name the file by --weights:
+torch.save(torchvision.models.detection.fcos_resnet50_fpn(weights="DEFAULT").state_dict(),
+"fcos.pt"). Of another number of --classes, only the last layer is not loaded. BatchNorm and the
+first blocks are frozen; for random weights choose --norm group.
+
+A global batch has the loss that torchvision computes of it: the mean over all points inside of
+objects, their number of an image is its "weight". But an image without objects counts as one with
+one point. test_map is COCO's AP, over the whole test set.
 
 Group: vision. Recipes: ddp, amp, sharded.
 """
@@ -25,20 +32,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
-from torchvision.models.detection.fcos import FCOS, FCOSHead
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms import v2
 
 from language_model import make_optimizer
 from lib.coco import Objects, average_precision, columns, result_rows
+from lib.fcos import Detector, Head
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
-    files = {"nargs": 2, "metavar": ("FOLDER", "JSON"), "required": True}
-    add("--train", help="images, and their boxes in COCO's format", **files)
-    add("--test", help="the same for evaluation", **files)
+    files = {"nargs": 2, "metavar": ("FOLDER", "JSON")}
+    add("--train", default=["train", "train.json"], help="(train train.json)", **files)
+    add("--test", default=["test", "test.json"], help="for evaluation (test test.json)", **files)
     add("--classes", type=int, default=91, help="highest id of a category, plus 1 (91)")
     add("--size", type=int, default=800, help="longest side of an image in the model (800)")
     add("--backbone", default="resnet50", help="resnet18, resnet34, ... (resnet50)")
@@ -53,39 +60,6 @@ def load_data(args, accelerator):
     options["pin_memory"] = torch.cuda.is_available()
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(Objects(*args.test, args.classes), **options)
-
-
-class Head(FCOSHead):
-    """torchvision's, whose losses are of each image: means over its points inside of objects."""
-
-    def compute_loss(self, targets, outputs, anchors, matched):
-        """Return {name: (B,)}: losses, and as "weight" the number of such points, at least 1."""
-        rows = []
-        for i, point in enumerate(matched):
-            one = {name: x[i : i + 1] for name, x in outputs.items()}
-            losses = super().compute_loss([targets[i]], one, [anchors[i]], [point])
-            rows.append({**losses, "weight": (point >= 0).sum().clamp(min=1)})
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-class Detector(FCOS):
-    """torchvision's FCOS, which returns each image's losses, in evaluations with what it finds."""
-
-    def forward(self, images, targets):
-        sizes = [image.shape[-2:] for image in images]
-        images, targets = self.transform(images, targets())
-        maps = list(self.backbone(images.tensors).values())
-        outputs = {name: x.float() for name, x in self.head(maps).items()}
-        # They get the type of the maps: bf16 would round positions to 8 bits.
-        anchors = self.anchor_generator(images, [x.float() for x in maps])
-        points = [x[0, 0].numel() for x in maps]
-        losses = self.compute_loss(targets, outputs, anchors, points)
-        if self.training:
-            return losses, None
-        outputs = {name: x.split(points, dim=1) for name, x in outputs.items()}
-        anchors = [x.split(points) for x in anchors]
-        found = self.postprocess_detections(outputs, anchors, images.image_sizes)
-        return losses, self.transform.postprocess(found, images.image_sizes, sizes)
 
 
 def build_model(args):
