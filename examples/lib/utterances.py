@@ -55,9 +55,8 @@ def mel_filters(bins):
     corners = 700 * (10 ** (mel / 2595) - 1)
     left, center, right = (x[:, None] for x in (corners[:-2], corners[1:-1], corners[2:]))
     f = torch.linspace(0, RATE / 2, bins, dtype=torch.float64)
-    return (
-        torch.minimum((f - left) / (center - left), (right - f) / (right - center)).relu().float()
-    )
+    sides = (f - left) / (center - left), (right - f) / (right - center)
+    return torch.minimum(*sides).relu().float()
 
 
 def log_mel(samples):
@@ -71,11 +70,12 @@ def log_mel(samples):
 
 
 class Utterances(Dataset):
-    """Rows of `read_list` as (T, MELS) float32, and the numbers of the characters: (N,) int64. 0 is
-    CTC's blank."""
+    """Those of a list, the shortest first, as (T, MELS) float32 and the numbers of the characters:
+    (N,) int64. 0 is CTC's blank."""
 
-    def __init__(self, rows, characters):
-        self.rows = rows
+    def __init__(self, path, characters):
+        self.rows = sorted(read_list(path, characters), key=lambda row: row[2])
+        self.lengths = torch.tensor([samples for _, _, samples in self.rows])
         self.characters = characters
 
     def __len__(self):
@@ -83,7 +83,8 @@ class Utterances(Dataset):
 
     def __getitem__(self, index):
         path, text, _ = self.rows[index]
-        return log_mel(read_wav(path)), torch.tensor([1 + self.characters.index(x) for x in text])
+        numbers = [1 + self.characters.index(x) for x in text]
+        return log_mel(read_wav(path)), torch.tensor(numbers, dtype=torch.int64)
 
 
 def padded(batch):
@@ -105,12 +106,13 @@ def edits(one, other):
     return row[-1]
 
 
-def wrong_and_all(said, read, characters):
-    """Return (B, 4) int64: an utterance's wrong words, all words, wrong characters, and all. `said`
-    are the numbers of the characters that were found, `read` those of the texts."""
+def wrong_and_all(best, lengths, texts, sizes, characters):
+    """Return (B, 4) int64: an utterance's wrong words, all words, wrong characters, and all. `best`
+    are the outputs with the highest scores, of which each utterance has the first `lengths`."""
     rows = []
-    for pair in zip(read, said, strict=True):
-        text, found = ("".join(characters[i - 1] for i in x.tolist() if i) for x in pair)
-        words = text.split()
-        rows.append([edits(words, found.split()), len(words), edits(text, found), len(text)])
+    for x, length, text, size in zip(best, lengths, texts, sizes, strict=True):
+        pair = text[:size], x[:length].unique_consecutive()
+        read, said = ("".join(characters[i - 1] for i in x.tolist() if i) for x in pair)
+        words = read.split()
+        rows.append([edits(words, said.split()), len(words), edits(read, said), len(read)])
     return torch.tensor(rows)
