@@ -40,6 +40,8 @@ FLAGS_OF = {
     "balanced": OF_PHOTOS,
     "tar_shards": ["--lr", "1e-3"],
     "segmentation": ["--lr", "1e-4", "--size", "16"],
+    "detection": ["--size", "128"],
+    "speech": ["--layers", "1", "--width", "32"],
     "language_model": ["--length", "32"],
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],

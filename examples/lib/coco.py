@@ -21,7 +21,6 @@ from ddp_cifar import exit_with_error
 
 def read_coco(path, classes):
     """Return the content of a JSON file in COCO's format, with the fields that COCOeval needs."""
-    content = None
     try:
         content = json.loads(Path(path).read_text("utf-8"))
         images = {x["id"] for x in content["images"]}
@@ -33,8 +32,12 @@ def read_coco(path, classes):
                 raise ValueError(f"an annotation has image_id {x['image_id']}, which is no image's")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         exit_with_error(f"{path} is not in COCO's format: {error!r}")
+    if not images:
+        exit_with_error(f"{path} has no images")
     if highest >= classes:
-        exit_with_error(f"argument --classes: {path} has a category {highest}: {highest + 1}")
+        exit_with_error(
+            f"argument --classes: {path} has a category {highest}: at least {highest + 1}"
+        )
     return content
 
 
