@@ -44,6 +44,8 @@ FLAGS_OF = {
     "tar_shards": ["--lr", "1e-3"],
     "segmentation": ["--lr", "1e-4", "--size", "16"],
     "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
+    "detection": ["--size", "128"],
+    "speech": ["--layers", "1", "--width", "32"],
     "language_model": ["--length", "32"],
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],
