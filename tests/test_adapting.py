@@ -44,6 +44,8 @@ FLAGS_OF = {
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],
     "mixture": ["--length", "32"],
+    "vit": ["--layers", "2", "--lr", "1e-4"],
+    "text_classification": ["--length", "32"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 
