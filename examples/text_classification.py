@@ -28,9 +28,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from ddp_cifar import exit_with_error
 from language_model import make_optimizer
-from lib.labelled import columns
+from lib.labelled import columns, labelled_texts
 
 
 def add_flags(parser):
@@ -50,7 +49,8 @@ def tokenizer_and_config(args):
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = AutoConfig.from_pretrained(args.base)
-    config.id2label = dict(enumerate(sorted({str(x) for x in columns(args.train, args)[1]})))
+    names = sorted(set(columns(args.train, args)[1]))
+    config.id2label = {index: str(name) for index, name in enumerate(names)}
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, config
@@ -63,14 +63,7 @@ def load_data(args, accelerator):
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
         config.save_pretrained(args.output_dir)
-
-    def read(path):
-        texts, names = columns(path, args)
-        labels = [config.label2id.get(str(name)) for name in names]
-        if None in labels:
-            unknown = names[labels.index(None)]
-            exit_with_error(f"{path}: no text of {args.train} has the label {unknown}")
-        return list(zip(texts, labels, strict=True))
+    train_set, test_set = (labelled_texts(path, config, args) for path in (args.train, args.test))
 
     def encode(batch):
         texts, labels = zip(*batch, strict=True)
@@ -79,8 +72,8 @@ def load_data(args, accelerator):
 
     options = {"batch_size": args.batch_size, "collate_fn": encode}
     options |= {"num_workers": 2, "persistent_workers": True}  # per process
-    train_loader = DataLoader(read(args.train), shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(read(args.test), **options)
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(test_set, **options)
 
 
 def build_model(args):
@@ -109,6 +102,6 @@ def test_metrics(outputs, args):
     labels, found = torch.stack(outputs).T
     scores = []
     for c in torch.cat((labels, found)).unique():
-        hits = (labels == c) & (found == c)
-        scores.append(2 * hits.sum() / ((labels == c).sum() + (found == c).sum()))
+        truth, predicted = labels == c, found == c
+        scores.append(2 * (truth & predicted).sum() / (truth.sum() + predicted.sum()))
     return {"macro_f1": torch.stack(scores).mean().item()}

@@ -48,6 +48,7 @@ FLAGS_OF = {
     "text_classification": ["--length", "32"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
+IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
 
 
 def added(task, recipe):
