@@ -271,7 +271,7 @@ def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
     pyarrow, parquet, table = imported("pyarrow", "pyarrow.parquet", "table")
     columns = {name: torch.randn(40).double().numpy() * 3 + 5 for name in "yab"}
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
-    args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9)
+    args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9, by_order=False)
     args.output_dir = tmp_path
     loaders = table.load_data(args, SimpleNamespace(device="cpu", is_main_process=True))
     rows = torch.cat([loader.dataset.values for loader in loaders])
