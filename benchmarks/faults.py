@@ -219,11 +219,14 @@ class Trial:
     def start(self, index, kinds):
         """Start the copy with one fault, if there are any kinds. Return what happened."""
         rng = random.Random(f"{self.args.seed}/{self.copy.stem}/{index}")
-        pairs = [(kind, moment) for kind in kinds for moment in ONLY_AT.get(kind, MOMENTS)]
-        pairs = [x for x in pairs if x[1] != "read" or self.resumable != [0]]
-        kind, moment = rng.choice(pairs or [("none", "none")])
+        moments = {kind: ONLY_AT.get(kind, [*MOMENTS]) for kind in kinds}
+        if self.resumable == [0]:
+            moments = {kind: [x for x in found if x != "read"] for kind, found in moments.items()}
+        kind = rng.choice([kind for kind, found in moments.items() if found] or ["none"])
+        moment = rng.choice(moments.get(kind, ["none"]))
         _, highest, longest = MOMENTS.get(moment, (None, 1, 0))
-        call, delay = rng.randint(1, highest), rng.uniform(0, longest)
+        call = rng.randint(1, highest)
+        delay = rng.uniform(0, 0 if kind in ONLY_AT else longest)
         start = Start(self.args, self.copy, self.output, moment, call)
         struck = start.reaches(delay)
         error = strike(kind, start, rng) if struck else ""
@@ -259,7 +262,7 @@ def disturb(args, copy, directory, kinds):
         if struck or row["error"]:
             rows.append(row)
             told = "{kind:23} at {moment:10} {call:2}, exit {exit:3} after {seconds:4.1f} s, "
-            told += "from {resumed_from} to {newest}: {message:.60} {error}"
+            told += "from {resumed_from} to {newest}: {message} {error}"
             print(f"{len(rows):3} {told.format(**row)}", flush=True)
 
 
