@@ -95,7 +95,8 @@ class Start:
 
     def __init__(self, args, copy, output, moment="none", number=1):
         self.args, self.copy, self.output = args, copy, output
-        self.reached, self.log = (output.with_name(x) for x in ("reached", f"{time.time_ns()}.log"))
+        directory = output.parents[1]  # not on the disk that may be full
+        self.reached, self.log = directory / "reached", directory / f"{time.time_ns()}.log"
         self.reached.unlink(missing_ok=True)
         command = [sys.executable, *TORCHRUN, args.processes, __file__, "rank", moment, number]
         command += [self.reached, copy, *args.flags, "--output-dir", output]
@@ -111,7 +112,7 @@ class Start:
 
     def reaches(self, delay):
         """Wait for the moment, and then for the delay. Return whether the run is still there."""
-        deadline = time.monotonic() + self.args.limit
+        deadline = time.monotonic() + 10 * self.args.limit
         while not self.reached.exists():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
                 return False
@@ -124,9 +125,10 @@ class Start:
     def end(self):
         """Let it go on until all processes have ended. Return an error, or ""."""
         self.reached.unlink(missing_ok=True)
+        with suppress(subprocess.TimeoutExpired):
+            self.launcher.wait(10 * self.args.limit)
         deadline = time.monotonic() + self.args.limit
         while (left := processes(self.log)) and time.monotonic() < deadline:
-            self.launcher.poll()
             time.sleep(0.1)
         for process in left:
             process.kill()
@@ -199,10 +201,11 @@ def damage(kind, output, rng):
 
 def results(output):
     """Return what the faults must not change in a complete training."""
-    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    metrics, weights = output / "metrics.jsonl", output / "model.safetensors"
+    lines = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
     lines = [x for x in lines if x["event"] == "evaluation"]
     evaluations = [{k: x[k] for k in x.keys() - MEASURED | {"step"}} for x in lines]
-    return {"evaluations": evaluations, "weights": (output / "model.safetensors").read_bytes()}
+    return {"evaluations": evaluations, "weights": weights.exists() and weights.read_bytes()}
 
 
 class Trial:
@@ -212,8 +215,8 @@ class Trial:
         self.args, self.copy, self.output = args, copy, directory / "disk/output"
         self.resumable = [0]  # the steps from which the next run may resume
         whole = Start(args, copy, directory / "whole/output")
-        if whole.end() or whole.code:
-            exit_with_error(f"{copy} fails without faults: {whole.message} ({whole.log})")
+        if (error := whole.end()) or whole.code:
+            exit_with_error(f"{copy} fails without faults: {error or whole.message} ({whole.log})")
         self.expected = results(whole.output)
 
     def start(self, index, kinds):
@@ -242,7 +245,7 @@ class Trial:
         self.resumable = damage(kind, self.output, rng) if struck else self.resumable
         if start.code == 0 and not error:
             found = results(self.output)
-            error = "".join(f"other {k} " for k, x in self.expected.items() if x != found[k])
+            error = " ".join(f"other {k}" for k, x in self.expected.items() if x != found[k])
         if start.code == 0 or error:
             shutil.rmtree(self.output, ignore_errors=True)
             self.resumable = [0]
@@ -251,13 +254,13 @@ class Trial:
         return row | {"message": start.message, "error": error, "log": start.log.name}, struck
 
 
-def disturb(args, copy, directory, kinds):
-    """Train a copy with faults, print a line for each, and return them."""
-    trial, rows = Trial(args, copy, directory), []
+def disturb(args, copy, directory, kinds, rows):
+    """Train a copy with faults. Print a line for each, and add it to the rows."""
+    trial = Trial(args, copy, directory)
     for index in count():
         done = len(rows) >= args.faults
         if done and not trial.output.exists():
-            return rows
+            return
         row, struck = trial.start(index, [] if done else kinds)
         if struck or row["error"]:
             rows.append(row)
@@ -274,7 +277,7 @@ def main():
     add("--faults", type=int, default=10, help="of each copy (%(default)s)")
     add("--seed", type=int, default=0, help="of the faults (%(default)s)")
     add("--processes", type=int, default=2, help="ranks (%(default)s)")
-    add("--limit", type=float, default=300, help="seconds after which a run hangs (%(default)s)")
+    add("--limit", type=float, default=60, help="seconds for ranks to end, a tenth of a run's")
     add("--kinds", nargs="+", choices=[*KINDS, *DAMAGE], default=[*KINDS, *DAMAGE], metavar="KIND")
     add("--output-dir", type=Path, default=Path("runs/faults"), help="folder of the runs")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -297,13 +300,13 @@ def main():
         kinds = [x for x in args.kinds if mounted or x != "full disk"]
         try:
             print(f"{copy}:")
-            content["faults"][copy.stem] = disturb(args, copy, directory, kinds)
+            disturb(args, copy, directory, kinds, content["faults"].setdefault(copy.stem, []))
         finally:
             for process in processes(directory):
                 process.kill()
             if mounted:
                 subprocess.run(["umount", "--lazy", directory / "disk"])
-        (args.output_dir / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
+            (args.output_dir / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
     rows = [row for rows in content["faults"].values() for row in rows]
     errors = sum(bool(row["error"]) for row in rows)
     print(f"{len(rows)} faults, {errors} errors (seed {args.seed})")
