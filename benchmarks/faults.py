@@ -36,7 +36,7 @@ from pathlib import Path
 import psutil
 import torch
 from bench import VERSIONS, commit, hardware
-from check import MEASURED, TORCHRUN, error_of, exit_with_error
+from check import MEASURED, TORCHRUN, error_of
 
 # moment: (the function in which rank 0 waits, the highest number of its call, seconds after it)
 MOMENTS = {
@@ -107,8 +107,10 @@ class Start:
             self.launcher = subprocess.Popen(list(map(str, command)), **options)
 
     def ranks(self):
+        """Return the processes of the ranks, in order."""
         found = [x for x in processes(self.log) if x.info["ppid"] == self.launcher.pid]
-        return sorted(found, key=lambda x: int(x.info["environ"]["RANK"]))
+        found = {x.info["environ"].get("RANK"): x for x in found}
+        return [found[rank] for rank in map(str, range(self.args.processes)) if rank in found]
 
     def reaches(self, delay):
         """Wait for the moment, and then for the delay. Return whether the run is still there."""
@@ -216,7 +218,8 @@ class Trial:
         self.resumable = [0]  # the steps from which the next run may resume
         whole = Start(args, copy, directory / "whole/output")
         if (error := whole.end()) or whole.code:
-            exit_with_error(f"{copy} fails without faults: {error or whole.message} ({whole.log})")
+            error = error or whole.message
+            sys.exit(f"faults: error: {copy} fails without faults: {error} ({whole.log})")
         self.expected = results(whole.output)
 
     def start(self, index, kinds):
@@ -234,7 +237,7 @@ class Trial:
         struck = start.reaches(delay)
         error = strike(kind, start, rng) if struck else ""
         began = time.monotonic()
-        error = error or start.end()
+        error = start.end() or error
         seconds = time.monotonic() - began
         if kind == "full disk":
             mount("-o", "remount,size=50%", self.output.parent)
@@ -254,22 +257,35 @@ class Trial:
         return row | {"message": start.message, "error": error, "log": start.log.name}, struck
 
 
-def disturb(args, copy, directory, kinds, rows):
+def disturb(args, copy, rows):
     """Train a copy with faults. Print a line for each, and add it to the rows."""
-    trial = Trial(args, copy, directory)
-    for index in count():
-        done = len(rows) >= args.faults
-        if done and not trial.output.exists():
-            return
-        row, struck = trial.start(index, [] if done else kinds)
-        if struck or row["error"]:
-            rows.append(row)
-            told = "{kind:23} at {moment:10} {call:2}, exit {exit:3} after {seconds:4.1f} s, "
-            told += "from {resumed_from} to {newest}: {message} {error}"
-            print(f"{len(rows):3} {told.format(**row)}", flush=True)
+    directory = args.output_dir / copy.stem
+    shutil.rmtree(directory, ignore_errors=True)
+    disk = directory / "disk"
+    disk.mkdir(parents=True)
+    mounted = mount("-t", "tmpfs", "-o", "size=50%", "tmpfs", disk)
+    kinds = [x for x in args.kinds if mounted or x != "full disk"]
+    print(f"{copy}{'' if mounted else ', without full disks: no tmpfs can be mounted'}:")
+    try:
+        trial = Trial(args, copy, directory)
+        for index in count():
+            done = len(rows) >= args.faults
+            if done and not trial.output.exists():
+                break
+            row, struck = trial.start(index, [] if done else kinds)
+            if struck or row["error"]:
+                rows.append(row)
+                told = "{kind:23} at {moment:10} {call:2}, exit {exit:3} after {seconds:4.1f} s, "
+                told += "from {resumed_from} to {newest}: {message} {error}"
+                print(f"{len(rows):3} {told.format(**row)}", flush=True)
+    finally:
+        for process in processes(directory):
+            process.kill()
+        if mounted:
+            subprocess.run(["umount", "--lazy", disk])
 
 
-def main():
+def parse_args():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
@@ -283,30 +299,23 @@ def main():
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
     args.flags = ["--hang-timeout", "20", *sys.argv[at + 1 :]]
+    return args
+
+
+def main():
+    args = parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # and the runs do not ignore them
         signal.signal(number, lambda *_: sys.exit(130))
     content = {"date": str(date.today()), "command": sys.argv[1:], "commit": commit()}
     gpus = 0 if "--cpu" in args.flags else torch.cuda.device_count()
     content |= {"hardware": hardware(gpus), "python": sys.version.split()[0], "versions": VERSIONS}
-    content |= {"seed": args.seed, "faults": {}}
-    for copy in args.copies:
-        directory = args.output_dir / copy.stem
-        shutil.rmtree(directory, ignore_errors=True)
-        for name in ("disk", "whole"):
-            (directory / name).mkdir(parents=True)
-        mounted = mount("-t", "tmpfs", "-o", "size=50%", "tmpfs", directory / "disk")
-        if not mounted:
-            print("full disk is left out: it needs root, and a kernel that lets it mount a tmpfs")
-        kinds = [x for x in args.kinds if mounted or x != "full disk"]
-        try:
-            print(f"{copy}:")
-            disturb(args, copy, directory, kinds, content["faults"].setdefault(copy.stem, []))
-        finally:
-            for process in processes(directory):
-                process.kill()
-            if mounted:
-                subprocess.run(["umount", "--lazy", directory / "disk"])
-            (args.output_dir / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
+    content["faults"] = {copy.stem: [] for copy in args.copies}
+    try:
+        for copy in args.copies:
+            disturb(args, copy, content["faults"][copy.stem])
+    finally:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        (args.output_dir / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
     rows = [row for rows in content["faults"].values() for row in rows]
     errors = sum(bool(row["error"]) for row in rows)
     print(f"{len(rows)} faults, {errors} errors (seed {args.seed})")
