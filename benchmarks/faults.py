@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interrupt copies of recipes by random faults; compare with undisturbed runs, bit for bit.
+"""Interrupt a copy of a recipe by random faults; compare with an undisturbed run, bit for bit.
 
     python benchmarks/faults.py recipes/ddp_cifar.py -- --data synthetic --model simple_cnn --cpu
     python benchmarks/faults.py ../mine.py --faults 20 --seed 3 -- --text a.txt --cpu
@@ -11,7 +11,7 @@ update, or when an evaluation begins. Other faults come some seconds after the s
 after a checkpoint is read. SIGSTOP comes between saves: in one, all ranks wait for its end.
 Errors: a process that does not end, a second traceback, a failure without a fault, a start that
 does not resume the newest intact checkpoint, a difference. A full disk needs root. Writes
-runs/faults/faults.json, and all outputs. Exit status 1: an error; the same --seed repeats it.
+runs/faults/NAME.json, and all outputs. Exit status 1: an error; the same --seed repeats it.
 """
 
 import argparse
@@ -93,13 +93,13 @@ def processes(path):
 class Start:
     """One start of the command, and what it has said."""
 
-    def __init__(self, args, copy, output, moment="none", number=1):
-        self.args, self.copy, self.output = args, copy, output
+    def __init__(self, args, output, moment="none", number=1):
+        self.args, self.output = args, output
         directory = output.parents[1]  # not on the disk that may be full
         self.reached, self.log = directory / "reached", directory / f"{time.time_ns()}.log"
         self.reached.unlink(missing_ok=True)
         command = [sys.executable, *TORCHRUN, args.processes, __file__, "rank", moment, number]
-        command += [self.reached, copy, *args.flags, "--output-dir", output]
+        command += [self.reached, args.copy, *args.flags, "--output-dir", output]
         with open(self.log, "w") as log:
             options = {"stdout": log, "stderr": log, "start_new_session": True}
             # Its processes inherit the mark.
@@ -134,9 +134,9 @@ class Start:
             time.sleep(0.1)
         for process in left:
             process.kill()
-        self.code, text, name = self.launcher.wait(), self.log.read_text(), self.copy.stem
+        self.code, text, name = self.launcher.wait(), self.log.read_text(), self.args.copy.stem
         own = re.findall(rf"^{re.escape(name)}: (.*)", text, re.MULTILINE)
-        message = own[-1] if own else error_of(self.copy, text)
+        message = own[-1] if own else error_of(self.args.copy, text)
         self.message = message.replace(socket.gethostname(), "HOST")
         begins = re.findall('"resumed_from": ([0-9]+)', text)
         self.begin = int(begins[0]) if begins else None
@@ -161,7 +161,7 @@ def strike(kind, start, rng):
             with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGINT)
     elif kind == "second start":
-        second = Start(start.args, start.copy, start.output)
+        second = Start(start.args, start.output)
         error = second.end()
         said = second.log.read_text() + start.log.read_text()
         alone = launcher.poll() is not None or "is in use by another run" in said
@@ -211,20 +211,21 @@ def results(output):
 
 
 class Trial:
-    """A copy that is trained with faults, and what may be seen of the next start."""
+    """The training with faults, and what the next start has to do."""
 
-    def __init__(self, args, copy, directory):
-        self.args, self.copy, self.output = args, copy, directory / "disk/output"
+    def __init__(self, args, directory):
+        self.args, self.output = args, directory / "disk/output"
+        self.starts = count()
         self.resumable = [0]  # the steps from which the next run may resume
-        whole = Start(args, copy, directory / "whole/output")
+        whole = Start(args, directory / "whole/output")
         if (error := whole.end()) or whole.code:
             error = error or whole.message
-            sys.exit(f"faults: error: {copy} fails without faults: {error} ({whole.log})")
+            sys.exit(f"faults: error: {args.copy} fails without faults: {error} ({whole.log})")
         self.expected = results(whole.output)
 
-    def start(self, index, kinds):
+    def start(self, kinds):
         """Start the copy with one fault, if there are any kinds. Return what happened."""
-        rng = random.Random(f"{self.args.seed}/{self.copy.stem}/{index}")
+        rng = random.Random(f"{self.args.seed}/{self.args.copy.stem}/{next(self.starts)}")
         moments = {kind: ONLY_AT.get(kind, [*MOMENTS]) for kind in kinds}
         if self.resumable == [0]:
             moments = {kind: [x for x in found if x != "read"] for kind, found in moments.items()}
@@ -233,7 +234,7 @@ class Trial:
         _, highest, longest = MOMENTS.get(moment, (None, 1, 0))
         call = rng.randint(1, highest)
         delay = rng.uniform(0, 0 if kind in ONLY_AT else longest)
-        start = Start(self.args, self.copy, self.output, moment, call)
+        start = Start(self.args, self.output, moment, call)
         struck = start.reaches(delay)
         error = strike(kind, start, rng) if struck else ""
         began = time.monotonic()
@@ -257,22 +258,18 @@ class Trial:
         return row | {"message": start.message, "error": error, "log": start.log.name}, struck
 
 
-def disturb(args, copy, rows):
-    """Train a copy with faults. Print a line for each, and add it to the rows."""
-    directory = args.output_dir / copy.stem
-    shutil.rmtree(directory, ignore_errors=True)
+def disturb(args, directory, rows):
+    """Train the copy with faults. Print a line for each, and add it to the rows."""
     disk = directory / "disk"
     disk.mkdir(parents=True)
     mounted = mount("-t", "tmpfs", "-o", "size=50%", "tmpfs", disk)
+    if not mounted:
+        print("full disk is left out: no tmpfs can be mounted")
     kinds = [x for x in args.kinds if mounted or x != "full disk"]
-    print(f"{copy}{'' if mounted else ', without full disks: no tmpfs can be mounted'}:")
     try:
-        trial = Trial(args, copy, directory)
-        for index in count():
-            done = len(rows) >= args.faults
-            if done and not trial.output.exists():
-                break
-            row, struck = trial.start(index, [] if done else kinds)
+        trial = Trial(args, directory)
+        while len(rows) < args.faults or trial.output.exists():
+            row, struck = trial.start(kinds if len(rows) < args.faults else [])
             if struck or row["error"]:
                 rows.append(row)
                 told = "{kind:23} at {moment:10} {call:2}, exit {exit:3} after {seconds:4.1f} s, "
@@ -289,8 +286,8 @@ def parse_args():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("copies", type=Path, nargs="+", help="copies of ddp, amp, sharded or pipeline")
-    add("--faults", type=int, default=10, help="of each copy (%(default)s)")
+    add("copy", type=Path, help="a copy of ddp, amp, sharded or pipeline")
+    add("--faults", type=int, default=10, help="how many (%(default)s)")
     add("--seed", type=int, default=0, help="of the faults (%(default)s)")
     add("--processes", type=int, default=2, help="ranks (%(default)s)")
     add("--limit", type=float, default=60, help="seconds for ranks to end, a tenth of a run's")
@@ -306,19 +303,18 @@ def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # and the runs do not ignore them
         signal.signal(number, lambda *_: sys.exit(130))
+    directory = args.output_dir / args.copy.stem
+    shutil.rmtree(directory, ignore_errors=True)
     content = {"date": str(date.today()), "command": sys.argv[1:], "commit": commit()}
     gpus = 0 if "--cpu" in args.flags else torch.cuda.device_count()
     content |= {"hardware": hardware(gpus), "python": sys.version.split()[0], "versions": VERSIONS}
-    content["faults"] = {copy.stem: [] for copy in args.copies}
+    rows = content["faults"] = []
     try:
-        for copy in args.copies:
-            disturb(args, copy, content["faults"][copy.stem])
+        disturb(args, directory, rows)
     finally:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-        (args.output_dir / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
-    rows = [row for rows in content["faults"].values() for row in rows]
+        directory.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     errors = sum(bool(row["error"]) for row in rows)
-    print(f"{len(rows)} faults, {errors} errors (seed {args.seed})")
+    print(f"{args.copy}: {len(rows)} faults, {errors} errors (seed {args.seed})")
     sys.exit(bool(errors))
 
 

@@ -41,7 +41,7 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
     command += ["--processes", processes, "--limit", 20, "--seed", 39, "--kinds", KILL, *kinds]
     command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    rows = json.loads((tmp_path / "faults/faults.json").read_text())["faults"][name]
+    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
     assert done.returncode == bool(error), done.stdout + done.stderr
     assert len({row["kind"] for row in rows[:faults]}) == len(rows[:faults]) == faults
     assert [row["error"] for row in rows[faults:]] == [error] if error else len(rows) == faults
