@@ -505,6 +505,7 @@ class ShardedStorage:
         or raise an error on all ranks."""
         if RANK == 0:
             shutil.rmtree(directory, ignore_errors=True)  # a killed run may have left it
+            directory.mkdir()  # torch would also make the output directory anew
         utils.wait_for_everyone()
         shards = self.split_states()[1]
         files = self.file_numbers(shards)  # torch uses rank 0's on all ranks: it has most rows
