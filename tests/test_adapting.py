@@ -27,6 +27,7 @@ ADDED = {
     "photos": ["ema", "best_weights", "auroc"],
     "language_model": ["second_optimizer", "ema"],
     "fine_tune": ["lora"],
+    "sft": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
@@ -44,6 +45,7 @@ FLAGS_OF = {
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],
     "mixture": ["--length", "32"],
+    "sft": ["--base-dtype", "bfloat16"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 
