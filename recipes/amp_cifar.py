@@ -282,9 +282,9 @@ def set_precision(args):
 
 
 def check_weights_are_fp32(model, precision):
-    """Exit with an error if weights are in 16 bits, as those of pretrained models often are: then
-    fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
-    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    """Exit with an error if trained weights are in 16 bits, as those of pretrained models often
+    are: then fp16's gradients cannot be unscaled, and bf16's small updates are rounded away."""
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
     if precision != "fp32" and types - {torch.float32, torch.float64}:
         remedy = "mixed precision needs fp32: return model.float()"
         exit_with_error(f"build_model: weights are {', '.join(map(str, types))}, {remedy}")

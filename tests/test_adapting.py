@@ -28,6 +28,7 @@ ADDED = {
     "language_model": ["second_optimizer", "ema"],
     "fine_tune": ["lora"],
     "embeddings": ["lora"],
+    "sft": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
@@ -53,6 +54,7 @@ FLAGS_OF = {
     "embeddings": ["--length", "32", "--lr", "1e-3"],
     "vit": ["--layers", "2", "--lr", "1e-4"],
     "text_classification": ["--length", "32"],
+    "sft": ["--base-dtype", "bfloat16"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
