@@ -24,9 +24,11 @@ RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 TASKS = [name for name, text in TEXTS.items() if new.TRAIN in text]
 # What each task is composed with, where the recipe can have it.
 ADDED = {
-    "photos": ["ema", "best_weights", "auroc"],
+    "photos": ["ema", "best_weights", "auroc", "activation_checkpointing"],
     "language_model": ["second_optimizer", "ema"],
     "fine_tune": ["lora"],
+    "embeddings": ["lora"],
+    "sft": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
@@ -42,12 +44,20 @@ FLAGS_OF = {
     "balanced": OF_PHOTOS,
     "tar_shards": ["--lr", "1e-3"],
     "segmentation": ["--lr", "1e-4", "--size", "16"],
+    "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
+    "detection": ["--size", "128"],
+    "speech": ["--layers", "1", "--width", "32"],
     "language_model": ["--length", "32"],
     "by_length": ["--length", "32"],
     "fine_tune": ["--length", "32"],
     "mixture": ["--length", "32"],
+    "embeddings": ["--length", "32", "--lr", "1e-3"],
+    "vit": ["--layers", "2", "--lr", "1e-4"],
+    "text_classification": ["--length", "32"],
+    "sft": ["--base-dtype", "bfloat16"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
+IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
 
 
 def added(task, recipe):

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classify texts: fine-tune a model of the Hugging Face Hub, or of a directory, on labelled lines.
+
+    python -c "import json; from pydoc_data.topics import topics; train, test = [open(
+        f'{x}.jsonl', 'w') for x in ('train', 'test')]; [print(json.dumps(
+        {'text': x, 'label': 'code' if '(' in x else 'text'}), file=train if i % 10 else test)
+        for i, x in enumerate(' '.join(topics.values()).splitlines()[:3000])]"
+    python -c "import tokenizers, transformers as t; x = tokenizers.ByteLevelBPETokenizer(); (
+        x.train('train.jsonl', 999, special_tokens=['<pad>', '<s>']), x.add_special_tokens(['<s>']),
+        t.PreTrainedTokenizerFast(tokenizer_object=x, pad_token='<pad>').save_pretrained('base'))"
+    python -c "from transformers import BertConfig, BertModel; BertModel(BertConfig(hidden_size=64,
+        intermediate_size=128, num_hidden_layers=2, vocab_size=999, num_attention_heads=4)
+        ).save_pretrained('base')"
+    torchrun --nproc_per_node 2 mine.py --base base --batch-size 16 --epochs 4 --lr 1e-3
+
+Needs `pip install transformers pyarrow`. The second and third command make a tiny model with random
+weights, for which --lr is higher than for pretrained ones. --train and --test are Parquet files, or
+JSON lines; --text and --label are their columns. Labels are strings or integers. Each batch is
+padded to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the test set
+or in its predictions. Tokenizer and config.json, with the names of the classes, are in the output
+directory: `transformers.pipeline("text-classification", "runs/mine")` uses the trained model.
+
+Group: language. Recipes: ddp, amp, sharded.
+"""
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from language_model import make_optimizer
+from lib.labelled import columns, labelled_texts
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    add = parser.add_argument
+    add("--base", required=True, help="a directory, or a model's name on the Hub")
+    add("--train", default="train.jsonl", help="a file, .parquet or JSON lines (train.jsonl)")
+    add("--test", default="test.jsonl", help="a file of the same kind (test.jsonl)")
+    add("--text", default="text", help="the column of texts (text)")
+    add("--label", default="label", help="the column of labels (label)")
+    add("--length", type=int, default=512, help="tokens of a text at most (512)")
+    parser.set_defaults(lr=2e-5)  # usual for pretrained weights
+
+
+def tokenizer_and_config(args):
+    """Return the tokenizer, and the configuration with the names of the classes."""
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    config = AutoConfig.from_pretrained(args.base)
+    names = sorted(set(columns(args.train, args)[1]))
+    config.id2label = {index: str(name) for index, name in enumerate(names)}
+    config.label2id = {name: index for index, name in config.id2label.items()}
+    config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, config
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders for training and test, of {"input_ids": (B, T) int64, ...} as the
+    tokenizer returns it, and "labels": (B,) int64."""
+    tokenizer, config = tokenizer_and_config(args)
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(args.output_dir)
+        config.save_pretrained(args.output_dir)
+    train_set, test_set = (labelled_texts(path, config, args) for path in (args.train, args.test))
+
+    def encode(batch):
+        texts, labels = zip(*batch, strict=True)
+        length = {"truncation": True, "max_length": args.length, "padding": True}
+        return {**tokenizer(texts, return_tensors="pt", **length), "labels": torch.tensor(labels)}
+
+    options = {"batch_size": args.batch_size, "collate_fn": encode}
+    options |= {"num_workers": 2, "persistent_workers": True}  # per process
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(test_set, **options)
+
+
+def build_model(args):
+    """Return the model, on the CPU. For sharded_cifar.py also on the meta device, which has shapes
+    and no weights."""
+    _, config = tokenizer_and_config(args)
+    auto = AutoModelForSequenceClassification
+    if torch.empty(0).is_meta:
+        return auto.from_config(config, dtype=torch.float32)
+    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # another task's head
+    return auto.from_pretrained(args.base, config=config, **options).train()
+
+
+def compute_loss(model, batch, args):
+    """Return loss and accuracy of each text. "outputs" are its label and the predicted one."""
+    labels = batch["labels"]
+    logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    found = logits.argmax(1)
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    outputs = torch.stack((labels, found), dim=1)
+    return {"loss": loss, "accuracy": found == labels, "outputs": outputs}
+
+
+def test_metrics(outputs, args):
+    """Return {"macro_f1": the mean over classes of 2 * hits / (true ones + predicted ones)}."""
+    labels, found = torch.stack(outputs).T
+    scores = []
+    for c in torch.cat((labels, found)).unique():
+        truth, predicted = labels == c, found == c
+        scores.append(2 * (truth & predicted).sum() / (truth.sum() + predicted.sum()))
+    return {"macro_f1": torch.stack(scores).mean().item()}
