@@ -132,7 +132,7 @@ def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does(dete
     assert len(norms) == 53 and not any(model.get_submodule(name).training for name in norms)
     left_out = (*frozen, *(f"{name}." for name in norms))
     assert trained == {k for k, _ in model.named_parameters() if not k.startswith(left_out)}
-    images = [torch.rand(3, 50, 64), torch.rand(3, 20, 30)]
+    images = [torch.rand(3, 30, 64), torch.rand(3, 10, 30)]
     assert model.transform(images)[0].tensors.shape == (2, 3, 96, 96)
 
 
@@ -394,7 +394,9 @@ def test_wrong_lists_and_wav_files(errors, tmp_path):
         path.write_text(f"good.wav\tba\n{line}\n")
         assert error in errors(utterances.Utterances, path, " ab")
     path.write_text("good.wav\tba\ngood.wav\t\n")
-    assert [len(text) for _, text in utterances.Utterances(path, " ab")] == [2, 0]
+    texts = [text for _, text in utterances.Utterances(path, " ab")]
+    assert [len(text) for text in texts] == [2, 0]
+    assert {text.dtype for text in texts} == {torch.int64}
 
 
 def test_wrong_files_of_coco(errors, tmp_path):
