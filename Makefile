@@ -71,14 +71,17 @@ results: $(READY)  ## put the results into the pages; ARGS="--publish runs/bench
 	$(MATPLOTLIB)
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
-test: $(READY)  ## run the tests; ARGS="-k configs" selects some
+test: $(READY)  ## run the tests, without twins; ARGS="-k configs" selects some
+	$(BIN)/python -m pytest $(WORKERS) -m "not twin" $(ARGS)
+
+test-all: $(READY)  ## run all tests, with twins: cases that another recipe's case covers nearly whole
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-oldest: $(OLDEST)/ready  ## run the tests with the oldest versions that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 
-quick: $(READY)  ## run the tests that are not marked slow
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
+quick: $(READY)  ## run the tests that are not marked slow or twin
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not twin" $(ARGS)
 
 sync:  ## copy the shared block of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
 	$(PYTHON) tools/sync.py $${COPY:+"$$COPY"}
@@ -99,4 +102,4 @@ $(READY) $(OLDEST)/ready: pyproject.toml constraints.txt constraints-oldest.txt
 	$(@D)/bin/pip install --quiet --constraint $(PINS) --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench new add check plot results test test-oldest quick sync lint clean
+.PHONY: help demo train bench new add check plot results test test-all test-oldest quick sync lint clean

@@ -3,7 +3,8 @@
 
     python benchmarks/plot.py runs/a runs/b --output runs/plot.svg
 
-A metric has a panel, a run a colour. null in a line is a gap.
+A metric has a panel, a run a colour. null in a line is a gap. The x axis shows steps, or epochs if
+the runs have different numbers of steps per epoch.
 """
 
 import argparse
@@ -16,25 +17,31 @@ STYLE = Path(__file__).parents[1] / "docs/pictures/svg.mplstyle"
 
 
 def read(directory):
-    """Return {(event, metric): {step: value}} of a run."""
+    """Return {(event, metric): {step: value}} of a run, and its steps per epoch: None before the
+    first evaluation."""
     path = Path(directory, "metrics.jsonl")
     if not path.is_file():
         sys.exit(f"plot: no metrics.jsonl in {directory}: name the --output-dir of a training")
-    curves = {}
+    curves, steps_per_epoch = {}, None
     for line in path.read_text().split("\n")[:-1]:  # the last one is empty, or not yet complete
         values = json.loads(line)
+        if values["event"] == "evaluation":
+            steps_per_epoch = steps_per_epoch or values["step"] / values["epoch"]
         for name in values.keys() - {"event", "epoch", "step", "time"}:
             value = math.nan if values[name] is None else values[name]  # a gap
             curves.setdefault((values["event"], name), {})[values["step"]] = value
-    return curves
+    return curves, steps_per_epoch
 
 
 def draw(runs):
-    """Return the figure of {directory: curves}: a panel for each metric, a colour for each run."""
+    """Return the figure of {directory: what `read` returns}: a panel for each metric, a colour for
+    each run."""
     from matplotlib import pyplot
 
     pyplot.style.use(["petroff10", STYLE])  # colours that the colour-blind can tell apart
-    found = {key for curves in runs.values() for key in curves}
+    found = {key for curves, _ in runs.values() for key in curves}
+    epochs = {steps for _, steps in runs.values()}
+    in_epochs = len(epochs) > 1 and None not in epochs
     panels = [("train", "loss"), *sorted(key for key in found if key[0] == "evaluation")]
     panels += [("train", "learning_rate"), ("train", "samples_per_second")]
     panels = [key for key in panels if key in found]
@@ -46,12 +53,14 @@ def draw(runs):
     )
     handles = {}
     for axes, key in zip(grid.flat, panels, strict=False):
-        for index, (directory, curves) in enumerate(runs.items()):
-            steps, values = list(curves.get(key, {})), list(curves.get(key, {}).values())
+        for index, (directory, (curves, steps_per_epoch)) in enumerate(runs.items()):
+            unit = steps_per_epoch if in_epochs else 1
+            steps = [step / unit for step in curves.get(key, {})]
+            values = list(curves.get(key, {}).values())
             marker = "o" if key[0] == "evaluation" else None  # a single one is a point
             line = {"color": f"C{index}", "linewidth": 1.3, "marker": marker, "markersize": 3}
             [handles[directory]] = axes.plot(steps, values, **line)
-        axes.set(xlabel="step", ylabel=key[1].replace("_", " "))
+        axes.set(xlabel="epoch" if in_epochs else "step", ylabel=key[1].replace("_", " "))
         axes.tick_params(labelbottom=True)
         axes.grid(alpha=0.3)
         if key[1] == "samples_per_second":

@@ -26,12 +26,16 @@ def lora_config(layers):
 
 
 def with_lora(model):
-    """Return the model with frozen weights and, in its layers, the trained matrices. Its class and
-    its methods stay the same."""
+    """Return the model with frozen weights and, in its layers, the trained matrices, in fp32. Its
+    class and its methods stay the same."""
     tied = {x.weight for x in model.modules() if isinstance(x, nn.Embedding)}  # also a head's
     modules = model.named_modules()
     layers = [name for name, x in modules if isinstance(x, ADAPTED) and x.weight not in tied]
-    return inject_adapter_in_model(lora_config(layers), model)
+    model = inject_adapter_in_model(lora_config(layers), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # peft gives it the type of the layer's weight
+            parameter.data = parameter.data.float()
+    return model
 
 
 def leave_out_frozen(model):

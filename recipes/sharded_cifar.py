@@ -505,6 +505,7 @@ class ShardedStorage:
         or raise an error on all ranks."""
         if RANK == 0:
             shutil.rmtree(directory, ignore_errors=True)  # a killed run may have left it
+            directory.mkdir()  # torch would also make the output directory anew
         utils.wait_for_everyone()
         shards = self.split_states()[1]
         files = self.file_numbers(shards)  # torch uses rank 0's on all ranks: it has most rows
@@ -640,7 +641,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure ac31ef0a33a6: identical in all recipes
+# ===================================== shared infrastructure 2eeb4faf74db: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -1005,11 +1006,9 @@ class Metrics:
 def exit_if_not_finite(loss, losses, norms, step):
     """Exit with an error unless the mean loss is finite, and each rank's norm of the weights."""
     if not math.isfinite(loss + norms.sum()):
-        found = {"the loss": losses, "the weights": norms}
-        ranks = {
-            k: (~values.isfinite()).nonzero().flatten().tolist() for k, values in found.items()
-        }
-        told = [f"{k} of ranks {x[:8]}" for k, x in ranks.items() if x] or ["all weights are 0"]
+        wrong = {"the loss": ~losses.isfinite(), "the weights": ~norms.isfinite()}
+        ranks = {k: x.nonzero().flatten().tolist() for k, x in wrong.items() if x.any()}
+        told = [f"{k} of ranks {x[:8]}" for k, x in ranks.items()] or ["all weights are 0"]
         error = f"not finite at step {step}, which is not saved, or since the line before it"
         exit_with_error(f"{error}: {', '.join(told)}: lower --lr, or set --clip-norm 1")
 

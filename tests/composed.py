@@ -9,12 +9,20 @@ OURS += "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)))("
 # Before Python 3.11.10, a worker's fork can deadlock: docs/failures.md.
 WITHOUT_WORKERS = [(', "persistent_workers": True', ""), ('"num_workers": 2', '"num_workers": 0')]
 LLAMA = [('size": 128, "', 'size": 32, "'), ('layers": 4', 'layers": 1')]
+# Maps of five sizes, without a pyramid.
+PYRAMID = "list(self.backbone(images.tensors).values())"
+MAPS = "[nn.functional.avg_pool2d(self.backbone(images.tensors), 2**i) for i in range(5)]"
+FCOS = [
+    ("resnet_fpn_backbone(backbone_name=args.backbone,", "(lambda **_: nn.Conv2d(3, 32, 8, 8))(")
+]
+FCOS += [("Head(256,", "Head(32,"), (PYRAMID, MAPS)]
 SMALLER = {
     **dict.fromkeys(("language_model", "by_length", "mixture"), LLAMA),
     **{task: [(RESNET, OURS)] for task in ("photos", "balanced", "tar_shards")},
     "contrastive": [("(64, 128, 256)", "(8, 16, 32)"), ("256 * 16, 256", "32 * 16, 256")],
     "diffusion": [("width=64", "width=16"), ("steps=50", "steps=5")],
     "gan": [("width=32", "width=8")],
+    "detection": FCOS,
     "segmentation": [("[3, 32, 64, 128]", "[3, 32, 32, 32]")],
 }
 

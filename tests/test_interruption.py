@@ -265,7 +265,9 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start", [pytest.param("alone", marks=pytest.mark.twin), "under a launcher"]
+)
 def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(
     start, tmp_path
 ):

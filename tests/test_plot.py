@@ -19,8 +19,13 @@ def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
     figure = plot.draw({name: plot.read(name) for name in runs})
     drawn = {x.get_ylabel(): [list(map(list, y.get_data())) for y in x.lines] for x in figure.axes}
     assert drawn.keys() == {"loss", "test accuracy", "test perplexity"}
-    assert drawn["test perplexity"] == [[[], []], [[9], [3]]]
-    assert drawn["loss"][0][0] == [1, 2] and math.isnan(drawn["loss"][0][1][1])
-    assert drawn["loss"][1] == [[7], [1]]
+    assert drawn["test perplexity"] == [[[], []], [[1], [3]]]
+    assert drawn["loss"][0][0] == [0.5, 1] and math.isnan(drawn["loss"][0][1][1])
+    assert drawn["loss"][1] == [[7 / 9], [1]]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"epoch"}, "they have 2 and 9 steps"
+    (tmp_path / "b/metrics.jsonl").write_text(runs["b"][0])  # not yet evaluated
+    figure = plot.draw({name: plot.read(name) for name in runs})
+    assert {axes.get_xlabel() for axes in figure.axes} == {"step"}
+    assert figure.axes[0].lines[1].get_xdata().tolist() == [7]
     with pytest.raises(SystemExit, match=r"no metrics\.jsonl in c: name the --output-dir"):
         plot.read("c")

@@ -16,7 +16,8 @@ from conftest import (
     untimed,
 )
 
-RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), ("amp_cifar", 2)]
+AMP = pytest.param("amp_cifar", 2, marks=pytest.mark.twin)
+RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), AMP]
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def definitions(text):
 
 def load(name, recipe):
     """Return the imports of an example, and {name: lines} of what it defines, and of the helpers
-    and what it names of another example. Its imports from a recipe are in the copy already."""
+    and what it names of another example, or of another recipe."""
     lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
     for node, part in statements(text := source(name, "py", recipe)):
         module = (getattr(node, "module", None) or "").replace(".", "/")
@@ -94,7 +94,11 @@ def load(name, recipe):
             lines += more
             given = {alias.name for alias in node.names}
             defined |= {key: x for key, x in theirs.items() if key in given or key not in own}
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not module.endswith("_cifar"):
+        elif module.endswith("_cifar"):
+            theirs = definitions(RECIPES[module.removesuffix("_cifar")].read_text("utf-8"))
+            lacking = {alias.name for alias in node.names} - own.keys()
+            defined |= {key: re.sub(r"^# -{20}.*\n", "", theirs[key]) for key in sorted(lacking)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             lines.append(part.strip())
     return lines, defined | definitions(text)
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train FCOS to find objects: images of any sizes, and their boxes in COCO's JSON.
+
+    python -c "import json, os; from random import randint as r; from PIL import Image; [(
+        os.mkdir(part), [images[x['image_id']].paste(80 * x['category_id'], (a, b, a + c, b + d))
+            for x in boxes for a, b, c, d in [x['bbox']]],
+        [image.save(f'{part}/{i}.png') for i, image in enumerate(images)],
+        json.dump({'images': [{'id': i, 'file_name': f'{i}.png'} for i in range(n)],
+            'annotations': boxes, 'categories': [{'id': 1}, {'id': 2}]}, open(f'{part}.json', 'w')))
+        for part, n in [('train', 160), ('test', 40)]
+        for images in [[Image.new('L', (r(60, 96), r(60, 96))) for _ in range(n)]]
+        for boxes in [[{'image_id': r(1, n - 1), 'category_id': r(1, 2),
+            'bbox': [r(0, 30), r(0, 30), r(9, 30), r(9, 30)]} for _ in range(2 * n)]]]"
+    torchrun --nproc_per_node 2 mine.py --classes 3 --size 96 --norm group --lr 1e-3 --batch-size 2
+
+Needs `pip install pycocotools`. For COCO: --train train2017 annotations/instances_train2017.json.
+To begin from pretrained weights, which is usual, save them once, and name the file by --weights:
+torch.save(torchvision.models.detection.fcos_resnet50_fpn(weights="DEFAULT").state_dict(),
+"fcos.pt"). Of another number of --classes, only the last layer is not loaded. BatchNorm and the
+first blocks are frozen; for random weights choose --norm group.
+
+A global batch has the loss that torchvision computes of it: the mean over all points inside of
+objects, their number of an image is its "weight". But an image without objects counts as one with
+one point. test_map is COCO's AP, over the whole test set.
+
+Group: vision. Recipes: ddp, amp, sharded.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+from torchvision.transforms import v2
+
+from language_model import make_optimizer
+from lib.coco import Objects, average_precision, columns, result_rows
+from lib.fcos import Detector, Head
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    add = parser.add_argument
+    files = {"nargs": 2, "metavar": ("FOLDER", "JSON")}
+    add("--train", default=["train", "train.json"], help="(train train.json)", **files)
+    add("--test", default=["test", "test.json"], help="for evaluation (test test.json)", **files)
+    add("--classes", type=int, default=91, help="highest id of a category, plus 1 (91)")
+    add("--size", type=int, default=800, help="longest side of an image in the model (800)")
+    add("--backbone", default="resnet50", help="resnet18, resnet34, ... (resnet50)")
+    add("--norm", choices=("batch", "group"), default="batch", help="batch (default): frozen")
+    parser.set_defaults(lr=1e-4)
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders of (images, targets), tuples of B, for training and test."""
+    train_set = Objects(*args.train, args.classes, v2.RandomHorizontalFlip())
+    options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": columns}
+    options["pin_memory"] = torch.cuda.is_available()
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(Objects(*args.test, args.classes), **options)
+
+
+def build_model(args):
+    """Return the model. Its weights have the names of torchvision's fcos_resnet50_fpn."""
+    group = args.norm == "group"
+    norm = partial(nn.GroupNorm, 32) if group else nn.BatchNorm2d
+    layers = {"trainable_layers": 5 if group else 3, "returned_layers": [2, 3, 4]}
+    layers |= {"norm_layer": norm, "extra_blocks": LastLevelP6P7(256, 256)}
+    backbone = resnet_fpn_backbone(backbone_name=args.backbone, weights=None, **layers)
+    # All images are padded to a square of --size: no image depends on others in its batch.
+    size = {"min_size": args.size, "max_size": args.size, "size_divisible": args.size}
+    head = Head(256, 1, args.classes)
+    model = Detector(backbone, args.classes, head=head, score_thresh=0.05, **size)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval().requires_grad_(False)
+    return model
+
+
+def compute_loss(model, batch, args):
+    """Return the losses of each image; in evaluations, "outputs" are what is found in it."""
+    images, targets = batch
+    losses, found = model(images, lambda: targets)  # FSDP would cast tensors to bf16
+    values = {"loss": sum(losses[name] for name in losses if name != "weight"), **losses}
+    if found:
+        values["outputs"] = [result_rows(*x) for x in zip(found, targets, strict=True)]
+    return values
+
+
+def test_metrics(outputs, args):
+    """Return {"map": ..., "map50": ...}, of all test images by COCO's rules."""
+    return average_precision(torch.cat(outputs), args.test[1], args.classes)

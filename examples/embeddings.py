@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train embeddings of texts for search, on pairs such as a question and its answer.
+
+    python -c "import ast, glob, json, os; [
+        print(json.dumps({'anchor': x.name.replace('_', ' '), 'positive': text}))
+        for path in glob.glob(os.__file__[:-5] + '[a-d]*.py')
+        for x in ast.walk(ast.parse(open(path).read()))
+        if isinstance(x, ast.FunctionDef) and (text := ast.get_docstring(x))]" > pairs.jsonl
+    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
+        x.train('pairs.jsonl', 999),
+        transformers.PreTrainedTokenizerFast(tokenizer_object=x).save_pretrained('base'))"
+    python -c "from transformers import BertConfig, BertModel; BertModel(
+        BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=999,
+        num_attention_heads=4)).save_pretrained('base')"
+    torchrun --nproc_per_node 2 mine.py --base base --epochs 5 --batch-size 64 --lr 3e-3
+
+Needs `pip install transformers`. The second and third command make a tiny model with random
+weights, for which --lr is higher than for pretrained ones. The names "anchor" and "positive" are
+those of sentence-transformers. Every tenth line is in the test set. The negatives of a pair are all
+others of the global batch, on all processes and in all microbatches: --global-batch-size sets their
+number; other numbers of processes and another --batch-size train the same, except that a microbatch
+of another size gets other masks of dropout. For this each text passes the model twice. Equal texts
+in two pairs are negatives, too. The temperature is learned, but with lora constant. "recall_at_1"
+is the share of the anchors whose positive is the nearest, in a step of its global batch, in a test
+of the whole test set. The losses of both are not comparable: more negatives have a higher one.
+
+model.safetensors of a run, in a directory with the other files of --base, is loaded by
+`AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.
+
+Group: language. Recipes: ddp, amp, sharded.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from language_model import make_optimizer
+from lib.json_lines import texts_of
+from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
+    parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a text, at most (128)")
+    parser.set_defaults(lr=2e-5)  # usual for pretrained weights
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders for training and test, of two (B, longest) int64: the tokens of B
+    anchors and B positives, and -100 behind the shorter ones."""
+    pairs = texts_of(args.pairs, "--pairs", "anchor", "positive")
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+
+    def tokenize(batch):
+        columns = []
+        for texts in zip(*batch, strict=True):
+            tokens = tokenizer(list(texts), truncation=True, max_length=args.length)["input_ids"]
+            tokens = [torch.tensor(x) for x in tokens]
+            columns.append(nn.utils.rnn.pad_sequence(tokens, True, padding_value=-100))
+        return tuple(columns)
+
+    train = [pair for index, pair in enumerate(pairs) if index % 10]
+    options = {"batch_size": args.batch_size, "collate_fn": tokenize}
+    train_loader = DataLoader(train, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(pairs[::10], **options)
+
+
+def with_pairs(model):
+    """Let a model of transformers take the tokens of anchors and positives, and return (B, 2, D). A
+    product of two embeddings is their cosine, divided by the temperature. The weights keep the
+    names of the base."""
+    encode = model.forward
+    model.pooler = None  # not used here: DDP would wait for its gradient
+    model.log_scale = nn.Parameter(torch.full((1,), math.log(20)))
+
+    def forward(*texts):
+        means = []
+        for tokens in texts:
+            mask = tokens >= 0
+            hidden = encode(tokens.clamp(min=0), attention_mask=mask.long()).last_hidden_state
+            total = (hidden.float() * mask[:, :, None]).sum(1)
+            means.append(total / mask.sum(1, keepdim=True))
+        # The temperature is at least 0.01, as in CLIP (Radford et al. 2021, arXiv:2103.00020).
+        scale = model.log_scale.float().clamp(max=math.log(100)).exp()
+        return F.normalize(torch.stack(means, dim=1), dim=2) * scale.sqrt()
+
+    model.forward = forward
+    return model
+
+
+def build_model(args):
+    """Return the model, on the CPU. For sharded_cifar.py also on the meta device, which has shapes
+    and no weights."""
+    if torch.empty(0).is_meta:
+        config = AutoConfig.from_pretrained(args.base)
+        return with_pairs(AutoModel.from_config(config, dtype=torch.float32))
+    return with_pairs(AutoModel.from_pretrained(args.base, dtype=torch.float32).train())
+
+
+def compute_loss(model, batch, args):
+    """Return {"loss": (B,), "recall_at_1": (B,)} of the pairs."""
+    return loss_among_all(model, batch, info_nce)
+
+
+def test_metrics(outputs, args):
+    """Return the same of the whole test set, in place of the means over batches."""
+    return means_among_all(outputs, info_nce)

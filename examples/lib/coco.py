@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images and boxes in COCO's JSON, and the average precision of what is found in them."""
+
+import io
+import json
+from collections import defaultdict
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.ops import box_convert
+from torchvision.transforms import v2
+
+from ddp_cifar import exit_with_error
+
+
+def read_coco(path, classes):
+    """Return the content of a JSON file in COCO's format, with the fields that COCOeval needs."""
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+        images = {x["id"] for x in content["images"]}
+        highest = max(x["id"] for x in content["categories"])
+        for number, x in enumerate(content["annotations"], 1):  # 0 would be "none" for COCOeval
+            x |= {"area": x["bbox"][2] * x["bbox"][3], "iscrowd": 0, **x, "id": number}
+            highest = max(highest, x["category_id"])
+            if x["image_id"] not in images:
+                raise ValueError(f"an annotation has image_id {x['image_id']}, which is no image's")
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        exit_with_error(f"{path} is not in COCO's format: {error!r}")
+    if not images:
+        exit_with_error(f"{path} has no images")
+    if highest >= classes:
+        exit_with_error(
+            f"argument --classes: {path} has a category {highest}: at least {highest + 1}"
+        )
+    return content
+
+
+class Objects(Dataset):
+    """Images, (3, H, W) float32 in [0, 1], with {"boxes": (N, 4) float32, corners in pixels,
+    "labels": (N,) int64, "image": its id}. Crowds are left out."""
+
+    def __init__(self, folder, path, classes, *transforms):
+        content = read_coco(path, classes)
+        self.images = [(Path(folder, x["file_name"]), x["id"]) for x in content["images"]]
+        objects = defaultdict(list)
+        for x in content["annotations"]:
+            if not x["iscrowd"]:
+                objects[x["image_id"]].append([*x["bbox"], x["category_id"]])
+        self.objects = [torch.tensor(objects[image]).view(-1, 5) for _, image in self.images]
+        # A box may be outside of its image, or have no area.
+        checks = [v2.ClampBoundingBoxes(), v2.SanitizeBoundingBoxes()]
+        tensors = [v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()]
+        self.transform = v2.Compose([*transforms, *checks, *tensors])
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        path, image = self.images[index]
+        pixels = tv_tensors.Image(Image.open(path).convert("RGB"))
+        boxes, labels = self.objects[index].split([4, 1], dim=1)
+        size = {"format": "XYXY", "canvas_size": pixels.shape[-2:]}
+        boxes = tv_tensors.BoundingBoxes(box_convert(boxes, "xywh", "xyxy"), **size)
+        target = {"boxes": boxes, "labels": labels[:, 0].long(), "image": torch.tensor(image)}
+        return self.transform(pixels, target)
+
+
+def columns(batch):
+    """Return a tuple of images, which have different sizes, and one of targets."""
+    return tuple(zip(*batch, strict=True))
+
+
+def result_rows(found, target):
+    """Return what is found in an image: (N, 7) float64, rows of the image's id, the box, its score,
+    and its class, as COCO's results have them."""
+    boxes = box_convert(found["boxes"].double(), "xyxy", "xywh")
+    image = target["image"].expand(len(boxes))
+    return torch.column_stack((image, boxes, found["scores"], found["labels"]))
+
+
+def average_precision(rows, path, classes):
+    """Return {"map": the mean AP of COCO's ten thresholds, "map50": AP at an IoU of 0.5}, of the
+    `result_rows` of all images of a file."""
+    if not len(rows):
+        return {"map": 0.0, "map50": 0.0}
+    truth = COCO()
+    truth.dataset = read_coco(path, classes)
+    with redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(rows.numpy()), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {"map": evaluation.stats[0], "map50": evaluation.stats[1]}

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speech: wav files as spectra, texts as characters, and how many of their words are wrong."""
+
+import math
+import wave
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ddp_cifar import exit_with_error
+
+RATE, WINDOW, HOP, MELS = 16000, 400, 160, 80  # samples per second, of 25 ms, of 10 ms; bands
+
+
+def read_list(path, characters):
+    """Return [(path of a wav file, its text, its number of samples)] of a file with a line for
+    each: the path, from the folder of the list, a tab, and the text."""
+    rows = []
+    for line in Path(path).read_text("utf-8").splitlines():
+        name, tab, text = line.partition("\t")
+        if not tab:
+            exit_with_error(f"{path} needs lines of a path, a tab and a text, not {line!r:.80}")
+        if unknown := "".join(sorted({*text} - {*characters})):
+            exit_with_error(f"argument --characters: {path} also has {unknown!r}, in {text!r:.80}")
+        file = Path(path).parent / name
+        try:
+            with wave.open(str(file)) as opened:
+                found = opened.getsampwidth() * 8, opened.getframerate()
+                samples = opened.getnframes()
+        except (wave.Error, EOFError) as error:
+            found = str(error) or "empty"
+        if found != (16, RATE):
+            remedy = f"ffmpeg -i {name} -ar {RATE} -c:a pcm_s16le new.wav"
+            exit_with_error(f"{file} is not a wav file of 16 bits and {RATE} Hz, {found}: {remedy}")
+        rows.append((file, text, samples))
+    return rows
+
+
+def read_wav(path):
+    """Return the mean of a file's channels: (N,) float32, from -1 to 1."""
+    with wave.open(str(path)) as file:
+        samples = numpy.frombuffer(file.readframes(file.getnframes()), "<i2")
+        samples = torch.from_numpy(samples.reshape(-1, file.getnchannels()).copy())
+    return samples.float().mean(1) / 2**15
+
+
+def mel_filters(bins):
+    """Return (MELS, bins) float32: triangles, from 0 Hz to half the rate, whose corners are evenly
+    spaced in mel = 2595 log10(1 + f / 700) (O'Shaughnessy 1987)."""
+    highest = 2595 * math.log10(1 + RATE / 2 / 700)
+    mel = torch.linspace(0, highest, MELS + 2, dtype=torch.float64)
+    corners = 700 * (10 ** (mel / 2595) - 1)
+    left, center, right = (x[:, None] for x in (corners[:-2], corners[1:-1], corners[2:]))
+    f = torch.linspace(0, RATE / 2, bins, dtype=torch.float64)
+    sides = (f - left) / (center - left), (right - f) / (right - center)
+    return torch.minimum(*sides).relu().float()
+
+
+def log_mel(samples):
+    """Return the spectra of (N,) samples, one every 10 ms: (1 + N // HOP, MELS) float32. Each band
+    has mean 0 and variance 1."""
+    options = {"center": True, "pad_mode": "constant", "return_complex": True}
+    window = torch.hann_window(WINDOW)
+    spectra = torch.stft(samples, 512, HOP, WINDOW, window, **options).abs() ** 2
+    bands = (mel_filters(len(spectra)) @ spectra).clamp(min=1e-10).log().T
+    return (bands - bands.mean(0)) / (bands.var(0, unbiased=False) + 1e-5).sqrt()
+
+
+class Utterances(Dataset):
+    """Those of a list, the shortest first, as (T, MELS) float32 and the numbers of the characters:
+    (N,) int64. 0 is CTC's blank."""
+
+    def __init__(self, path, characters):
+        self.rows = sorted(read_list(path, characters), key=lambda row: row[2])
+        self.lengths = torch.tensor([samples for _, _, samples in self.rows])
+        self.characters = characters
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        path, text, _ = self.rows[index]
+        numbers = [1 + self.characters.index(x) for x in text]
+        return log_mel(read_wav(path)), torch.tensor(numbers, dtype=torch.int64)
+
+
+def padded(batch):
+    """Return (B, T, MELS) and (B,), (B, N) and (B,): two lists of sequences, and their lengths."""
+    columns = zip(*batch, strict=True)
+    pad = nn.utils.rnn.pad_sequence
+    pairs = [(pad(x, batch_first=True), torch.tensor([*map(len, x)])) for x in columns]
+    return *pairs[0], *pairs[1]
+
+
+def edits(one, other):
+    """Return the least number of insertions, deletions and replacements from one sequence to
+    another (Levenshtein 1966)."""
+    row = [*range(len(other) + 1)]
+    for i, x in enumerate(one):
+        last, row[0] = row[0], i + 1
+        for j, y in enumerate(other):
+            last, row[j + 1] = row[j + 1], min(last + (x != y), row[j] + 1, row[j + 1] + 1)
+    return row[-1]
+
+
+def wrong_and_all(best, lengths, texts, sizes, characters):
+    """Return (B, 4) int64: an utterance's wrong words, all words, wrong characters, and all. `best`
+    are the outputs with the highest scores, of which each utterance has the first `lengths`."""
+    rows = []
+    for x, length, text, size in zip(best, lengths, texts, sizes, strict=True):
+        pair = text[:size], x[:length].unique_consecutive()
+        read, said = ("".join(characters[i - 1] for i in x.tolist() if i) for x in pair)
+        words = read.split()
+        rows.append([edits(words, said.split()), len(words), edits(read, said), len(read)])
+    return torch.tensor(rows)

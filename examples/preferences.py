@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tune a chat model on preferences, pairs of a chosen and a rejected answer: DPO.
+
+    python -c "import json; [print(json.dumps({'prompt': f'{i} + {j}', 'chosen': f'It is {i + j}.',
+        'rejected': 'No' + ' idea' * (i % 5)})) for i in range(20) for j in range(20)
+        ]" > pairs.jsonl
+    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
+        x.train('pairs.jsonl', 400, special_tokens=['<|user|>', '<|assistant|>', '<|end|>']),
+        transformers.PreTrainedTokenizerFast(tokenizer_object=x, eos_token='<|end|>', chat_template=
+        '{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}'
+        '{% if add_generation_prompt %}<|assistant|>{% endif %}').save_pretrained('base'))"
+    python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=400,
+        num_attention_heads=4, eos_token_id=2)).bfloat16().save_pretrained('base')"
+    torchrun --nproc_per_node 2 mine.py --base base --epochs 3 --batch-size 8 --lr 1e-3
+
+Needs `pip install transformers jinja2`. The loss is of Rafailov et al. 2023, arXiv:2305.18290. In
+each line of --pairs, "chosen" and "rejected" are lists of messages, which may begin with the common
+ones, or texts; "prompt", where they begin with the answer, is a list of messages or a text. The
+last tenth is the test set. Log-probabilities are sums over what follows the common messages.
+
+The reference is the model before its first step, with lora the one without its adapter. A new run
+first computes the reference's log-probabilities of all answers, in one pass, and checkpoints have
+them: no second model is in memory, and a resumed run computes none. --lr is 1e-6; with lora 1e-5 is
+usual. The other flags are those of sft, and so is what a run leaves in its output directory.
+
+Group: language. Recipes: ddp, amp, sharded.
+"""
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, tokenized
+from lib.order import Ordered, by_length
+from lib.pairs import Pairs, Reference, conversation, log_probabilities
+from sft import build_model, make_optimizer
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    add_chat_flags(parser)
+    parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
+    parser.add_argument("--beta", type=float, default=0.1, help="higher: nearer to --base (0.1)")
+    parser.set_defaults(lr=1e-6)
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders for training and test, of (B, 2, longest, 2) int64: the tokens of B
+    chosen and rejected conversations, and their targets, or -100; and of (B, 2) float32."""
+    tokenizer = chat_tokenizer(args, accelerator)
+
+    def sample(line):
+        both = [conversation(line.get("prompt", []), line[x]) for x in ("chosen", "rejected")]
+        same = [x == y for x, y in zip(*both, strict=False)]
+        first = [*same, False].index(False)
+        pair = [tokenized(tokenizer, x, args, line.get("tools"), first) for x in both]
+        return pair if all(x is not None for x in pair) else None
+
+    def collate(batch):
+        *pairs, reference = zip(*batch, strict=True)
+        sequences = padded([sequence for pair in zip(*pairs, strict=True) for sequence in pair])
+        return sequences.unflatten(0, (-1, 2)), torch.stack(reference)
+
+    form = '{"prompt": ..., "chosen": ..., "rejected": ...}'
+    pairs = read_chats(args.pairs, args, form, sample)
+    train, test = pairs[: len(pairs) * 9 // 10], pairs[len(pairs) * 9 // 10 :]
+    lengths = torch.tensor([max(map(len, x)) for x in train])
+    train_set = Ordered(Pairs(train), args.seed, by_length, lengths, args.global_batch_size)
+    options = {"batch_size": args.batch_size, "collate_fn": collate}
+    return DataLoader(train_set, drop_last=True, **options), DataLoader(Pairs(test), **options)
+
+
+def compute_loss(model, batch, args):
+    """Return the loss of each pair, and by how much more than the reference the model prefers the
+    chosen answer."""
+    sequences, reference = batch
+    rewards = args.beta * (log_probabilities(model, sequences) - reference)
+    margin = rewards[:, 0] - rewards[:, 1]
+    return {"loss": -F.logsigmoid(margin), "accuracy": margin > 0, "margin": margin}

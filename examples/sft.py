@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a chat model on conversations: instruction tuning, with loss on the answers alone.
+
+    python -c "import json; [print(json.dumps({'messages': [{'role': 'user', 'content': f'{i} + {j}'
+        }, {'role': 'assistant', 'content': f'It is {i + j}.'}, {'role': 'user', 'content': 'Thanks'
+        }, {'role': 'assistant', 'content': 'Any' + ' time' * (i % 5)}]}))
+        for i in range(20) for j in range(20)]" > chats.jsonl
+    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
+        x.train('chats.jsonl', 400, special_tokens=['<|user|>', '<|assistant|>', '<|end|>']),
+        transformers.PreTrainedTokenizerFast(tokenizer_object=x, eos_token='<|end|>', chat_template=
+        '{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}'
+        '{% if add_generation_prompt %}<|assistant|>{% endif %}').save_pretrained('base'))"
+    python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=400,
+        num_attention_heads=4, eos_token_id=2)).bfloat16().save_pretrained('base')"
+    torchrun --nproc_per_node 2 mine.py --base base --epochs 9 --batch-size 16 --lr 3e-3
+
+Needs `pip install transformers jinja2`. The commands make conversations, a tokenizer with a chat
+template, and a tiny model with random weights. Each line of --chats has "messages", and may have
+"tools". The last tenth is the test set. Batches have chats of similar lengths, and every token of
+an answer counts once. Chats are cut at --length tokens.
+
+A pretrained model needs --lr 1e-5, the default, and with lora 2e-4. In its output directory a run
+is complete, with lora as an adapter of --base, which is read from where it was:
+`transformers.pipeline("text-generation", "runs/mine")([{"role": "user", "content": "3 + 4"}])`.
+With lora, `--base-dtype bfloat16` keeps the frozen weights in 16 bits, as for GPUs of 24 GB, and
+what is trained in 32. Without lora it is an error: small updates would be rounded away.
+
+Group: language. Recipes: ddp, amp, sharded.
+"""
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ddp_cifar import exit_with_error
+from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, token_losses, tokenized
+from lib.order import Ordered, by_length
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    add_chat_flags(parser)
+    parser.add_argument("--chats", default="chats.jsonl", help="JSON lines (chats.jsonl)")
+    parser.set_defaults(lr=1e-5)  # usual for pretrained weights
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders for training and test, of (B, longest, 2) int64: the tokens of B
+    chats, and their targets, or -100."""
+    tokenizer = chat_tokenizer(args, accelerator)
+
+    def sample(line):
+        return tokenized(tokenizer, line["messages"], args, line.get("tools"))
+
+    form = '{"messages": [{"role": ..., "content": ...}, ...]}'
+    chats = read_chats(args.chats, args, form, sample)
+    train, test = chats[: len(chats) * 9 // 10], chats[len(chats) * 9 // 10 :]
+    lengths = torch.tensor([len(x) for x in train])
+    train_set = Ordered(train, args.seed, by_length, lengths, args.global_batch_size)
+    options = {"batch_size": args.batch_size, "collate_fn": padded}
+    test_set = sorted(test, key=len)  # in an evaluation, the order does not matter
+    return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)
+
+
+def build_model(args):
+    """Return the model, on the CPU. For sharded_cifar.py also on the meta device, which has shapes
+    and no weights."""
+    dtype = getattr(torch, args.base_dtype)
+    if torch.empty(0).is_meta:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.base), dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).train()
+
+
+def compute_loss(model, batch, args):
+    """Return the mean loss of each chat's answers, and the number of their tokens as its weight."""
+    counted = (batch[..., 1] != -100).sum(1)
+    return {"loss": token_losses(model, batch).sum(1) / counted, "weight": counted}
+
+
+def make_optimizer(model, args, total_steps):
+    """Return the optimizer of what is trained, and the schedule of its learning rate, whose peak is
+    `--lr` at any batch size."""
+    trained = [x for x in model.parameters() if x.requires_grad]
+    if any(x.dtype == torch.bfloat16 for x in trained):
+        exit_with_error("--base-dtype bfloat16 would train in 16 bits: add lora to this copy")
+    optimizer = torch.optim.AdamW(trained, lr=args.lr)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
+    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
+    return optimizer, schedule(optimizer, peaks, total_steps + 1, **shape)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small transformer with CTC to transcribe speech: wav files, and a list of their texts.
+
+    python -c "import numpy as np, os, wave; from random import randint as r, sample; [(
+        file.setparams((1, 2, 16000, 0, 'NONE', '')), file.writeframes(tones.astype('<i2')),
+        file.close(), print(f'{part}/{i}.wav', text, sep=chr(9), file=texts, flush=True))
+        for part, n in [('train', 480), ('test', 48)] for _ in [os.mkdir(part)]
+        for texts in [open(f'{part}.tsv', 'w')] for i in range(n)
+        for text in [' '.join(''.join(sample('abcde', r(1, 4))) for _ in range(r(1, 3)))]
+        for tones in [9999 * np.sin(np.outer([' abcde'.index(x) / 9 for x in text], range(1600)))]
+        for file in [wave.open(f'{part}/{i}.wav', 'wb')]]"
+    torchrun --nproc_per_node 2 mine.py --epochs 4 --batch-size 8 --layers 2 --width 128
+
+Wav files have 16 bits and 16 kHz; here they have a tone for each letter. A line of a list has the
+path of a file, from the list's folder, a tab, and the text. An utterance has the same loss in any
+batch. test_wer and test_cer are of all words and characters, of the characters that score highest.
+On GPUs, the gradient of torch's CTC is not deterministic: a resumed run differs by rounding.
+
+Group: speech. Recipes: ddp, amp, sharded.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from language_model import make_optimizer
+from lib.order import Ordered, by_length
+from lib.utterances import MELS, Utterances, padded, wrong_and_all
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    add = parser.add_argument
+    add("--train", default="train.tsv", help="list: path, tab, text in each line (train.tsv)")
+    add("--test", default="test.tsv", help="a list for evaluation (test.tsv)")
+    add("--characters", default=" 'abcdefghijklmnopqrstuvwxyz", help="of the texts (default: a-z)")
+    add("--width", type=int, default=256, help="of the model (256)")
+    add("--layers", type=int, default=8, help="of the model (8)")
+    parser.set_defaults(lr=5e-4)
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders for training and test, of batches of similar lengths."""
+    train_set, test_set = (Utterances(x, args.characters) for x in (args.train, args.test))
+    train_set = Ordered(train_set, args.seed, by_length, train_set.lengths, args.global_batch_size)
+    options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": padded}
+    return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)
+
+
+class Recognizer(nn.Module):
+    """Convolutions, and a transformer. What is behind the end of an utterance has no effect."""
+
+    def __init__(self, width, layers, outputs):
+        super().__init__()
+        halves = [nn.Conv1d(inputs, width, 3, stride=2, padding=1) for inputs in (MELS, width)]
+        self.halves = nn.ModuleList(halves)
+        # In place of an encoding of positions (Baevski et al. 2020, arXiv:2006.11477).
+        self.position = nn.Conv1d(width, width, 31, padding=15, groups=16)
+        options = {"dim_feedforward": 4 * width, "batch_first": True, "norm_first": True}
+        layers = [nn.TransformerEncoderLayer(width, 4, **options) for _ in range(layers)]
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, outputs))
+
+    def forward(self, spectra, lengths):
+        """Return logits, one every 40 ms: (B, T / 4, outputs), and their numbers, (B,)."""
+        x = spectra.mT
+        for half in self.halves:
+            x = F.gelu(half(x))
+            lengths = (lengths + 1) // 2
+            behind = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
+            x = x.masked_fill(behind[:, None], 0)
+        x = (x + F.gelu(self.position(x))).mT
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=behind)
+        return self.last(x), lengths
+
+
+def build_model(args):
+    return Recognizer(args.width, args.layers, 1 + len(args.characters))
+
+
+def compute_loss(model, batch, args):
+    """Return the loss per character of each utterance, 0 if it is too short for its text, and the
+    number of its characters. In evaluations, "outputs" are those of `wrong_and_all`."""
+    spectra, lengths, texts, sizes = batch
+    logits, lengths = model(spectra, lengths)
+    scores = logits.float().log_softmax(2).transpose(0, 1)
+    loss = F.ctc_loss(scores, texts, lengths, sizes, reduction="none", zero_infinity=True)
+    weight = sizes.clamp(min=1)
+    values = {"loss": loss / weight, "weight": weight}
+    if not torch.is_grad_enabled():
+        values["outputs"] = wrong_and_all(logits.argmax(2), lengths, texts, sizes, args.characters)
+    return values
+
+
+def test_metrics(outputs, args):
+    """Return {"wer": the share of wrong words, "cer": of wrong characters}."""
+    wrong_words, words, wrong, characters = torch.stack(outputs).sum(0).tolist()
+    return {"wer": wrong_words / max(1, words), "cer": wrong / max(1, characters)}

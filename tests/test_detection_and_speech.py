@@ -1,0 +1,420 @@
+"""The examples detection and speech against independent references. That their copies train:
+test_adapting.py."""
+
+import functools
+import itertools
+import json
+import math
+import random
+import wave
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from composed import make
+from conftest import ROUNDING_FLOAT32, forked
+from PIL import Image
+from torch.nn import functional as F
+from torchvision.models.detection.fcos import FCOS, FCOSHead
+from torchvision.transforms import v2
+
+from lib import coco, fcos, utterances
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def detection():
+    """They take seconds to import, since transformers does."""
+    return __import__("detection")
+
+
+@pytest.fixture(scope="module")
+def speech():
+    return __import__("speech")
+
+
+# -------------------------------------------------------------------------------------- detection
+def labelled(size, *boxes):
+    """An image, and a target with these boxes."""
+    target = {"boxes": torch.tensor(boxes).float().view(-1, 4), "image": torch.tensor(7)}
+    target["labels"] = torch.arange(len(boxes)) % 3 + 1
+    return torch.rand(3, *size), target
+
+
+def both_models(detection, norm):
+    """The example's model, and torchvision's with the same weights."""
+    torch.manual_seed(0)
+    args = SimpleNamespace(classes=4, size=64, backbone="resnet18", norm=norm)
+    model = detection.build_model(args)
+    size = {"min_size": 64, "max_size": 64, "size_divisible": 64, "score_thresh": 0.05}
+    reference = FCOS(model.backbone, 4, head=FCOSHead(256, 1, 4), **size)
+    reference.load_state_dict(model.state_dict())
+    return model, reference
+
+
+def assert_close(one, other):
+    torch.testing.assert_close(one, other, rtol=ROUNDING_FLOAT32, atol=ROUNDING_FLOAT32)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection, norm):
+    """Also its gradient; and they depend on no other image of the batch, nor on its size."""
+    model, reference = both_models(detection, norm)
+    batch = [
+        labelled((50, 64), (3, 4, 30, 40), (20, 1, 44, 33)),
+        labelled((64, 31), (0, 0, 31, 60)),
+        labelled((40, 40), (2, 5, 12, 15), (20, 20, 40, 40), (1, 1, 39, 39)),
+        labelled((30, 60)),
+    ]
+    columns = coco.columns(batch)
+    values = detection.compute_loss(model, columns, None)
+    for i, one in enumerate(batch):
+        alone = detection.compute_loss(model, coco.columns([one]), None)
+        expected = reference(*map(list, coco.columns([one])))
+        assert values["weight"][i] == alone["weight"]
+        assert_close(values["loss"][i], alone["loss"][0])
+        assert_close(alone["loss"][0], sum(expected.values()))
+    assert values["weight"][3] == 1 and values["weight"][:3].sum() > 5
+    values = detection.compute_loss(model, coco.columns(batch[:3]), None)
+    loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
+    expected = sum(reference(*map(list, coco.columns(batch[:3]))).values())
+    assert_close(loss, expected)
+    shared = [p for p in model.backbone.parameters() if p.requires_grad]
+    gradients = (torch.autograd.grad(x, shared) for x in (loss, expected))
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm()
+
+
+def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(detection):
+    model, reference = both_models(detection, "group")
+    batch = coco.columns([labelled((50, 64), (3, 4, 30, 40)), labelled((64, 31))])
+    torch.nn.init.constant_(model.head.regression_head.bbox_reg.bias, 1.0)  # boxes have an area
+    reference.load_state_dict(model.state_dict())
+    trained = detection.compute_loss(model, batch, None)
+    with torch.no_grad():
+        values = detection.compute_loss(model.eval(), batch, None)
+        expected = reference.eval()(list(batch[0]))
+    found = values.pop("outputs")
+    for name, value in values.items():
+        assert_close(value, trained[name].detach())
+    for rows, one in zip(found, expected, strict=True):
+        assert len(rows) == len(one["boxes"]) > 0 and (rows[:, 0] == 7).all()
+        assert_close(rows[:, 1:3].float(), one["boxes"][:, :2])
+        assert_close((rows[:, 1:3] + rows[:, 3:5]).float(), one["boxes"][:, 2:])
+        assert_close(rows[:, 5].float(), one["scores"])
+        assert rows[:, 6].tolist() == one["labels"].tolist()
+
+
+class Maps(torch.nn.Module):
+    """A backbone with maps of five sizes."""
+
+    out_channels = 32
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 32, 8, 8)
+
+    def forward(self, x):
+        return {i: F.avg_pool2d(self.first(x), 2**i) for i in range(5)}
+
+
+def test_in_bf16_the_same_points_belong_to_an_object():
+    """Where bf16 would round the positions of points."""
+    size = {"min_size": 2048, "max_size": 2048, "size_divisible": 128}
+    model = fcos.Detector(Maps(), 4, head=fcos.Head(32, 1, 4), **size)
+    boxes = [[1900 + 9 * i, 10, 1930 + 9 * i, 40 + i] for i in range(12)]
+    image, target = labelled((128, 2048), *boxes)
+    exact = model([image], lambda: [target])[0]["weight"]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model([image], lambda: [target])[0]["weight"]
+    assert exact.item() == rounded.item() > 12
+
+
+def in_coco(path, images, annotations, **more):
+    content = {"images": images, "annotations": annotations}
+    content |= {"categories": [{"id": 1}, {"id": 2}], **more}
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_average_precision_is_that_of_a_calculation_by_hand(tmp_path):
+    """COCO interpolates the precision at 101 recalls. The first object has number 0, which COCOeval
+    would take for none; a crowd may be found any number of times."""
+    annotations = [
+        {"id": 0, "image_id": 3, "category_id": 1, "bbox": [0, 0, 10, 10]},
+        {"id": 1, "image_id": 3, "category_id": 1, "bbox": [20, 0, 10, 10]},
+        {"id": 2, "image_id": 4, "category_id": 1, "bbox": [0, 0, 10, 10]},
+        {"id": 3, "image_id": 4, "category_id": 1, "bbox": [50, 0, 40, 40], "iscrowd": 1},
+    ]
+    path = in_coco(tmp_path / "a.json", [{"id": 3}, {"id": 4}], annotations)
+    rows = [
+        [3, 0, 0, 10, 10, 0.9, 1],  # right at all thresholds
+        [4, 30, 30, 10, 10, 0.8, 1],  # wrong
+        [4, 60, 10, 9, 9, 0.75, 1],  # in the crowd: it does not count
+        [4, 0, 0, 10, 7.2, 0.7, 1],  # right at 0.5, 0.55, 0.6, 0.65 and 0.7: its IoU is 0.72
+    ]
+    # Of three objects: precision 1 up to a recall of 1/3, then 2/3 up to 2/3, or none.
+    above, below = 34 / 101, (34 + 33 * 2 / 3) / 101
+    rows = torch.tensor(rows, dtype=torch.float64)
+    found = coco.average_precision(rows, path, 3)
+    assert found == {
+        "map": pytest.approx((5 * above + 5 * below) / 10),
+        "map50": pytest.approx(below),
+    }
+    assert coco.average_precision(rows[:0], path, 3) == {"map": 0.0, "map50": 0.0}
+
+
+def test_a_dataset_has_boxes_as_corners_which_are_flipped_with_the_image(tmp_path):
+    picture = Image.new("RGB", (20, 10))
+    picture.paste((255, 255, 255), (2, 3, 6, 8))
+    picture.save(tmp_path / "a.png")
+    common = {"image_id": 5, "category_id": 2}
+    annotations = [
+        {**common, "bbox": [2, 3, 4, 5]},
+        {**common, "bbox": [15, 5, 9, 4]},  # partly outside
+        {**common, "bbox": [3, 3, 0, 5]},  # no area
+        {**common, "bbox": [1, 1, 9, 9], "iscrowd": 1},
+    ]
+    images = [{"id": 5, "file_name": "a.png"}, {"id": 6, "file_name": "a.png"}]
+    path = in_coco(tmp_path / "a.json", images, annotations)
+    plain = coco.Objects(tmp_path, path, 3)
+    flipped = coco.Objects(tmp_path, path, 3, v2.RandomHorizontalFlip(1))
+    for dataset, x in ((plain, [2, 6]), (flipped, [14, 18])):
+        image, target = dataset[0]
+        assert target["boxes"][0].tolist() == [x[0], 3, x[1], 8]
+        assert image[:, 3:8, x[0] : x[1]].min() == 1 and image.sum() == 3 * 20
+        assert target["labels"].tolist() == [2, 2] and target["image"].item() == 5
+    assert plain[0][1]["boxes"][1].tolist() == [15, 5, 20, 9]
+    image, target = plain[1]
+    assert target["boxes"].shape == (0, 4) and target["labels"].shape == (0,)
+
+
+def test_each_image_counts_once_in_the_average_precision_of_two_processes(tmp_path):
+    """Of seven images, in batches of two. What is found has an IoU of 0.72 with what is there: so
+    it is right at five of the ten thresholds, and the sizes of the images do not matter."""
+    images, annotations = [], []
+    for i in range(7):
+        Image.new("L", (40 + i, 64 - i)).save(tmp_path / f"{i}.png")
+        images.append({"id": i, "file_name": f"{i}.png"})
+        annotations.append({"image_id": i, "category_id": 1, "bbox": [i, 0, 20, 30]})
+    path = in_coco(tmp_path / "a.json", images, annotations)
+    make(script := tmp_path / "mine.py", "ddp", "detection")
+    text = script.read_text()
+    line = "        found = self.postprocess_detections(outputs, anchors, images.image_sizes)\n"
+    assert text.count(line) == 1
+    known = """        found = [
+            {
+                "boxes": torch.cat((x[:, :3], x[:, 1:2] + 0.72 * (x[:, 3:] - x[:, 1:2])), dim=1),
+                "scores": torch.ones(len(x)),
+                "labels": torch.ones(len(x)),
+            }
+            for x in (target["boxes"] for target in targets)
+        ]
+"""
+    script.write_text(text.replace(line, known))
+    data = [str(tmp_path), str(path)]
+    flags = ["--cpu", "--train", *data, "--test", *data, "--classes", 3, "--size", 128]
+    flags += ["--batch-size", 2, "--epochs", 0, "--output-dir", "run"]
+    run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
+    [(codes, printed)] = forked([run], tmp_path, imports=["transformers"])
+    assert codes == [0, 0], printed
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["test_map"] == pytest.approx(0.5) and summary["test_map50"] == pytest.approx(1)
+
+
+# ----------------------------------------------------------------------------------------- speech
+def written(path, samples, rate=16000, width=2):
+    """A wav file of (N, channels) integers."""
+    with wave.open(str(path), "wb") as file:
+        file.setparams((samples.shape[1], width, rate, 0, "NONE", ""))
+        file.writeframes(samples.astype(f"<i{width}").tobytes())
+
+
+def test_spectra_are_those_of_a_formula_in_float64(tmp_path):
+    """A Fourier transform term by term, at some places, and triangles in mel."""
+    generator = numpy.random.default_rng(0)
+    integers = generator.integers(-9999, 9999, (2000, 2))
+    written(tmp_path / "a.wav", integers)
+    samples = integers.mean(1) / 32768
+    numpy.testing.assert_allclose(utterances.read_wav(tmp_path / "a.wav"), samples, atol=1e-7)
+    frames = 1 + 2000 // 160
+    around = numpy.concatenate((numpy.zeros(256), samples, numpy.zeros(256)))
+    window = 0.5 - 0.5 * numpy.cos(2 * numpy.pi * numpy.arange(400) / 400)
+    turns = numpy.exp(-2j * numpy.pi * numpy.outer(numpy.arange(257), numpy.arange(512)) / 512)
+    bands = numpy.zeros((frames, 80))
+    mel = [2595 * math.log10(1 + f * 31.25 / 700) for f in range(257)]
+    step = mel[-1] / 81
+    for t in range(frames):
+        part = around[160 * t : 160 * t + 512].copy()
+        part[:56] = part[456:] = 0
+        part[56:456] *= window
+        power = abs(turns @ part) ** 2
+        for band in range(80):
+            left, center, right = (700 * (10 ** ((band + k) * step / 2595) - 1) for k in range(3))
+            for f in range(257):
+                hertz = f * 31.25
+                share = min((hertz - left) / (center - left), (right - hertz) / (right - center))
+                bands[t, band] += max(0, share) * power[f]
+    assert (bands > 1e-10).all(), "no triangle is between two frequencies"
+    bands = numpy.log(bands)
+    bands = (bands - bands.mean(0)) / numpy.sqrt(bands.var(0) + 1e-5)
+    found = utterances.log_mel(torch.tensor(samples).float())
+    assert found.shape == (frames, 80)
+    numpy.testing.assert_allclose(found, bands, atol=1e-3)
+    assert utterances.log_mel(torch.zeros(0)).shape == (1, 80), "an empty file"
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_an_utterance_has_the_same_scores_in_any_batch(speech, evaluated):
+    """As far as it is long, also where torch takes a faster path: in evaluations."""
+    torch.manual_seed(0)
+    model = speech.Recognizer(32, 2, 5).eval()
+    sequences = [(torch.randn(n, 80), torch.arange(1, 3)) for n in (41, 97, 7, 160)]
+    with torch.set_grad_enabled(not evaluated):
+        spectra, lengths, _, _ = utterances.padded(sequences)
+        together, counts = model(spectra, lengths)
+        for i, (one, _) in enumerate(sequences):
+            alone, count = model(one[None], torch.tensor([len(one)]))
+            assert count.item() == counts[i].item() == alone.shape[1] == math.ceil(len(one) / 4)
+            assert_close(together[i, : count.item()], alone[0])
+
+
+def test_the_loss_is_that_of_all_alignments(speech):
+    """Per character; of a text that does not fit it is 0."""
+    torch.manual_seed(0)
+    logits, lengths = torch.randn(4, 5, 3), torch.tensor([5, 4, 3, 2])
+    texts = torch.tensor([[1, 2, 1], [2, 2, 0], [1, 0, 0], [1, 1, 0]])
+    sizes = torch.tensor([3, 2, 1, 2])
+    batch = None, lengths, texts, sizes
+    values = speech.compute_loss(lambda *_: (logits, lengths), batch, None)
+    for i, (length, size) in enumerate(zip(lengths.tolist(), sizes.tolist(), strict=True)):
+        chances = logits[i].double().softmax(1).tolist()
+        total = 0
+        for path in itertools.product(range(3), repeat=length):
+            read = [x for x, _ in itertools.groupby(path) if x]
+            if read == texts[i, :size].tolist():
+                total += math.prod(chances[t][x] for t, x in enumerate(path))
+        expected = -math.log(total) / size if total else 0.0
+        assert values["loss"][i].item() == pytest.approx(expected, rel=1e-5)
+        assert values["weight"][i] == size
+    assert values["loss"][3] == 0 < values["loss"][:3].min()
+
+
+@functools.cache
+def distance(one, other):
+    if not (one and other):
+        return len(one) + len(other)
+    changed = distance(one[1:], other[1:]) + (one[0] != other[0])
+    return min(changed, 1 + distance(one[1:], other), 1 + distance(one, other[1:]))
+
+
+def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
+    random.seed(0)
+    args = SimpleNamespace(characters=" abc")
+    batches = []
+    wrong, words, wrong_characters, characters = 0, 0, 0, 0
+    for _ in range(5):
+        texts = ["".join(random.choices(" abc", k=random.randint(0, 9))) for _ in range(4)]
+        paths = [random.choices(range(5), k=12) for _ in texts]
+        lengths = torch.tensor([12, 9, 12, 4])
+        numbers = [torch.tensor([1 + " abc".index(x) for x in text]).long() for text in texts]
+        spectra = [torch.zeros(1, 80)] * 4
+        _, _, padded, sizes = utterances.padded(list(zip(spectra, numbers, strict=True)))
+        logits = F.one_hot(torch.tensor(paths), 5).float()
+        with torch.no_grad():
+            batch = None, lengths, padded, sizes
+            values = speech.compute_loss(lambda *_, x=(logits, lengths): x, batch, args)
+        batches += list(values["outputs"])
+        for text, path, length in zip(texts, paths, lengths.tolist(), strict=True):
+            said = "".join(" abc"[x - 1] for x, _ in itertools.groupby(path[:length]) if x)
+            wrong += distance(tuple(text.split()), tuple(said.split()))
+            words += len(text.split())
+            wrong_characters += distance(text, said)
+            characters += len(text)
+    assert speech.test_metrics(batches, args) == {
+        "wer": pytest.approx(wrong / words),
+        "cer": pytest.approx(wrong_characters / characters),
+    }
+
+
+# ------------------------------------------------------------------------------------ wrong files
+@pytest.fixture
+def errors(monkeypatch):
+    """A function that returns the error with which another one ends."""
+
+    def exit_with_error(message):
+        raise SystemExit(message)
+
+    def error(function, *arguments):
+        with pytest.raises(SystemExit) as ended:
+            function(*arguments)
+        return ended.value.code
+
+    for module in (coco, utterances):
+        monkeypatch.setattr(module, "exit_with_error", exit_with_error)
+    return error
+
+
+def test_wrong_lists_and_wav_files(errors, tmp_path):
+    samples = numpy.zeros((160, 1))
+    written(tmp_path / "good.wav", samples)
+    written(tmp_path / "rate.wav", samples, rate=8000)
+    written(tmp_path / "width.wav", samples, width=4)
+    (tmp_path / "text.wav").write_text("no sound")
+    (tmp_path / "empty.wav").write_text("")
+    path = tmp_path / "list.tsv"
+    cases = {
+        "good.wav ab": f"{path} needs lines of a path, a tab and a text, not 'good.wav ab'",
+        "good.wav\ta!b?": f"argument --characters: {path} also has '!?'",
+        "rate.wav\tab": "rate.wav is not a wav file of 16 bits and 16000 Hz, (16, 8000): ffmpeg",
+        "width.wav\tab": "width.wav is not a wav file of 16 bits and 16000 Hz, (32, 16000)",
+        "text.wav\tab": "16000 Hz, file does not start with RIFF id",
+        "empty.wav\tab": "16000 Hz, empty",
+    }
+    for line, error in cases.items():
+        path.write_text(f"good.wav\tba\n{line}\n")
+        assert error in errors(utterances.Utterances, path, " ab")
+    path.write_text("good.wav\tba\ngood.wav\t\n")
+    assert [len(text) for _, text in utterances.Utterances(path, " ab")] == [2, 0]
+
+
+def test_wrong_files_of_coco(errors, tmp_path):
+    one = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]}
+    cases = [
+        ({"images": None}, "is not in COCO's format: TypeError"),
+        ({"images": []}, "has no images"),
+        ({"categories": []}, "is not in COCO's format: ValueError"),
+        ({"categories": [{"id": 9}]}, "has a category 9: at least 10"),
+        ({"annotations": [{**one, "category_id": 3}]}, "has a category 3: at least 4"),
+        ({"annotations": [{**one, "image_id": 2}]}, "image_id 2, which is no image's"),
+        ({"annotations": [{**one, "bbox": []}]}, "is not in COCO's format: IndexError"),
+    ]
+    for content, error in cases:
+        content = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [], **content}
+        path = in_coco(tmp_path / "a.json", **content)
+        assert error in errors(coco.Objects, tmp_path, path, 3)
+    path.write_text("{")
+    assert "is not in COCO's format: JSONDecodeError" in errors(coco.Objects, tmp_path, path, 3)
+
+
+def test_a_missing_file_and_an_empty_list_are_an_error_in_one_line(tmp_path):
+    (tmp_path / "empty.tsv").touch()
+    (tmp_path / "missing.tsv").write_text("none.wav\ta")
+    expected = {
+        "detection": "No such file or directory: 'train.json'",
+        "missing": "No such file or directory",
+        "empty": "load_data: each of two DataLoaders needs",
+    }
+    runs = []
+    for name in expected:
+        task = "detection" if name == "detection" else "speech"
+        make(script := tmp_path / f"{name}.py", "ddp", task)
+        lists = [] if task == "detection" else ["--train", f"{name}.tsv", "--test", f"{name}.tsv"]
+        run = {"script": script, "flags": ["--cpu", *lists], "directory": tmp_path}
+        runs.append({**run, "processes": 1})
+    answers = forked(runs, tmp_path, together=2, imports=["transformers", "pycocotools.cocoeval"])
+    for (codes, printed), error in zip(answers, expected.values(), strict=True):
+        assert codes[0] in (1, 2) and error in printed, printed
+        assert printed.count("\n") == 1, printed

@@ -1,0 +1,321 @@
+"""embeddings.py and contrastive.py: their gradients are those of the whole global batch, however it
+is divided. That copies of them pass `make check`: test_adapting.py."""
+
+import json
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composed import make
+from conftest import (
+    ROUNDING,
+    ROUNDING_FLOAT32,
+    Exit,
+    assert_same_training,
+    exit_by_exception,
+    train_forked,
+)
+from torch.nn import functional as F
+
+from lib import json_lines, negatives
+
+pytestmark = pytest.mark.slow
+
+# The whole global batch at once, by plain autograd and other formulas, on one process. The seeds
+# are those of the recipe, for dropout.
+REFERENCE = """
+def train_step(run, model, optimizer, scheduler, microbatches):
+    parts = []
+    for index, batch in enumerate(microbatches):
+        seed_rng(run.args.seed, run.step, index)
+        parts.append(model(*batch))
+    values = of_all(torch.cat(parts))
+    values["loss"].mean().backward()
+    grad_norm = total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return [{name: x.detach() for name, x in values.items()}], grad_norm
+
+
+def test_metrics(outputs, args):
+    assert len(outputs) == len({tuple(x.flatten().tolist()) for x in outputs})
+    return {name: x.double().mean() for name, x in of_all(torch.stack(outputs)).items()}
+"""
+TEXTS = """
+def of_all(pairs):
+    products = (pairs[:, None, 0] * pairs[None, :, 1]).sum(2)
+    own = products.diagonal()
+    losses = (products.logsumexp(0) + products.logsumexp(1)) / 2 - own
+    return {"loss": losses, "recall_at_1": (products <= own[:, None]).all(1)}
+"""
+IMAGES = """
+def of_all(pairs):
+    views = pairs.flatten(0, 1)
+    products = (views[:, None] * views).sum(2)
+    products = products - torch.diag(torch.full((len(views),), math.inf, dtype=products.dtype))
+    partner = products[range(len(views)), [index ^ 1 for index in range(len(views))]]
+    losses = products.logsumexp(1) - partner
+    found = (products <= partner[:, None]).all(1).double()
+    return {"loss": losses.view(-1, 2).mean(1), "recall_at_1": found.view(-1, 2).mean(1)}
+"""
+MODEL_IN_FLOAT64 = """
+float32_model = build_model
+
+
+def build_model(args):
+    return float32_model(args).double()
+"""
+IMAGES_IN_FLOAT64 = """
+float32_items = ImageTensors.__getitems__
+
+
+def float64_items(images, indices):
+    pixels, labels = float32_items(images, indices)
+    return pixels.double(), labels
+
+
+ImageTensors.__getitems__ = float64_items
+"""
+# As in fp16 on a GPU. Autocast leaves float64 as it is.
+SCALED = """
+plain_accelerator = Accelerator
+
+
+def set_precision(args):
+    args.precision = "fp16"
+    return "by a test"
+
+
+def Accelerator(**options):
+    accelerator = plain_accelerator(**options)
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return accelerator
+"""
+train = partial(train_forked, imports=["transformers.models.bert.modeling_bert", "peft"])
+FLAGS = ["--cpu", "--max-steps", 4, "--global-batch-size", 16]
+
+
+def written(path, recipe, task, *projects, in_parts=True):
+    """Write a copy with these definitions behind its own. `in_parts`: few rows at a time."""
+    make(path, recipe, task)
+    text = path.read_text()
+    replaced = [("ROWS = 1024", "ROWS = 5")] * in_parts
+    replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")] * (
+        task == "embeddings" and MODEL_IN_FLOAT64 in projects
+    )
+    # 53 samples do not fill the last batch of a test.
+    replaced += [("synthetic_images(64, ", "synthetic_images(53, ")] * (task == "contrastive")
+    for old, new in replaced:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    end = '\n\nif __name__ == "__main__":'
+    path.write_text(text.replace(end, f"{''.join(projects)}\n{end}"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """The flags of a training on 193 pairs, and another model with dropout. The test set has 20."""
+    import tokenizers
+    import transformers
+
+    directory = tmp_path_factory.mktemp("texts")
+    generator = torch.Generator().manual_seed(0)
+    words = "find open close read write file line name path text code list test".split()
+    with open(directory / "pairs.jsonl", "w") as file:
+        for number in range(193):
+            chosen = torch.randint(len(words), (1 + number % 7,), generator=generator).tolist()
+            answer = " ".join(words[index].upper() for index in chosen)
+            pair = {"anchor": " ".join(words[index] for index in chosen[:3]) + f" {number}"}
+            file.write(json.dumps(pair | {"positive": f"{answer} {number * 7}"}) + "\n")
+    for name, dropout in (("base", 0.0), ("dropout", 0.2)):
+        tokenizer = tokenizers.ByteLevelBPETokenizer()
+        tokenizer.train(str(directory / "pairs.jsonl"), 300)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        tokenizer.save_pretrained(directory / name)
+        config = transformers.BertConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=300,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        torch.manual_seed(0)
+        transformers.BertModel(config).save_pretrained(directory / name)
+    flags = ["--pairs", directory / "pairs.jsonl", "--lr", 3e-3, *FLAGS]
+    return SimpleNamespace(
+        directory=directory,
+        flags=[*flags, "--base", directory / "base"],
+        dropout=[*flags, "--base", directory / "dropout"],
+    )
+
+
+def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
+    """Embeddings of texts, on 1, 2 and 4 processes, in 1 to 8 microbatches, sharded, and with a
+    scaled loss."""
+    double = (TEXTS, MODEL_IN_FLOAT64)
+    reference = written(tmp_path / "whole.py", "ddp", "embeddings", *double, REFERENCE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", *double)
+    sharded = written(tmp_path / "sharded.py", "sharded", "embeddings", *double)
+    amp = written(tmp_path / "amp.py", "amp", "embeddings", *double, SCALED)
+    expected, *results = train(
+        tmp_path,
+        (1, reference, [*texts.flags, "--batch-size", 16]),
+        (1, ddp, [*texts.flags, "--batch-size", 2]),
+        (2, ddp, [*texts.flags, "--batch-size", 4, "--clip-norm", 1e6]),
+        (4, ddp, [*texts.flags, "--batch-size", 4]),
+        (2, sharded, [*texts.flags, "--batch-size", 4]),
+        (2, amp, [*texts.flags, "--batch-size", 4]),
+    )
+    assert results[-1].train[-1]["loss_scale"] == 1024
+    for result in results:
+        ignored = ("loss_scale", "skipped_steps")
+        assert_same_training(expected, result, ROUNDING, ignored)
+    assert {len(x) for x in (expected.train, expected.evaluations)} == {4, 1}
+    assert expected.weights["log_scale"].item() != pytest.approx(math.log(20), abs=1e-4), "learned"
+
+
+def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path):
+    """Views of images: another size of microbatches changes no random number."""
+    double = (IMAGES, MODEL_IN_FLOAT64, IMAGES_IN_FLOAT64)
+    reference = written(tmp_path / "whole.py", "ddp", "contrastive", *double, REFERENCE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "contrastive", *double)
+    sharded = written(tmp_path / "sharded.py", "sharded", "contrastive", *double)
+    flags = ["--data", "synthetic", *FLAGS]
+    expected, *results = train(
+        tmp_path,
+        (1, reference, [*flags, "--batch-size", 16]),
+        (1, ddp, [*flags, "--batch-size", 2]),
+        (2, ddp, [*flags, "--batch-size", 4]),
+        (4, ddp, [*flags, "--batch-size", 4]),
+        (2, sharded, [*flags, "--batch-size", 8]),
+    )
+    for result in results:
+        assert_same_training(expected, result, ROUNDING)
+
+
+def test_both_passes_have_the_same_dropout(texts, tmp_path):
+    double = (TEXTS, MODEL_IN_FLOAT64)
+    reference = written(tmp_path / "whole.py", "ddp", "embeddings", *double, REFERENCE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", *double)
+    without, expected, *results = train(
+        tmp_path,
+        (1, reference, [*texts.flags, "--batch-size", 4]),
+        (1, reference, [*texts.dropout, "--batch-size", 4]),
+        (1, ddp, [*texts.dropout, "--batch-size", 4]),
+        (2, ddp, [*texts.dropout, "--batch-size", 4]),
+    )
+    for result in results:
+        assert_same_training(expected, result, ROUNDING)
+    assert without.train[0]["loss"] != pytest.approx(expected.train[0]["loss"], rel=1e-6)
+
+
+def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
+    """Its forward passes are the same. A gradient in bf16 may be the next number."""
+    reference = written(tmp_path / "whole.py", "amp", "embeddings", TEXTS, REFERENCE)
+    amp = written(tmp_path / "amp.py", "amp", "embeddings")
+    flags = [*texts.dropout, "--batch-size", 8]
+    runs = [(1, script, [*flags, "--precision", "bf16"]) for script in (reference, amp)]
+    expected, ours, fp32 = train(tmp_path, *runs, (1, amp, [*flags, "--precision", "fp32"]))
+    first, other, exact = (run.train[0] for run in (ours, expected, fp32))
+    assert first["loss"] == pytest.approx(other["loss"], rel=ROUNDING_FLOAT32)
+    assert first["grad_norm"] == pytest.approx(
+        other["grad_norm"], rel=torch.finfo(torch.bfloat16).eps
+    )
+    assert first["loss"] != pytest.approx(exact["loss"], rel=ROUNDING_FLOAT32), "it was not in bf16"
+
+
+def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_path):
+    """Each test pair counts once, also in the last batches, which are filled up on two processes;
+    tokens behind the end of a text do not count. The reference embeds one text at a time."""
+    import transformers
+
+    scripts = [tmp_path / "plain.py", tmp_path / "lora.py"]
+    for script, added in zip(scripts, ([], ["lora"]), strict=True):
+        make(script, "ddp", "embeddings", *added)
+    flags = [*texts.flags, "--batch-size", 4, "--max-steps", 12]
+    runs = [(processes, script, flags) for processes, script in zip((2, 1), scripts, strict=True)]
+    run, adapted = train(tmp_path, *runs)
+    for path in (texts.directory / "base").iterdir():
+        if path.name != "model.safetensors":
+            (run.directory / path.name).write_bytes(path.read_bytes())
+    model = transformers.AutoModel.from_pretrained(run.directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
+    lines = (texts.directory / "pairs.jsonl").read_text().splitlines()[::10]
+
+    @torch.no_grad()
+    def embedding(text):
+        tokens = torch.tensor([tokenizer(text)["input_ids"]])
+        mean = model(tokens).last_hidden_state[0].double().mean(0)
+        return mean / mean.square().sum().sqrt()
+
+    anchors, positives = (
+        torch.stack([embedding(json.loads(line)[name]) for line in lines])
+        for name in ("anchor", "positive")
+    )
+    products = (anchors @ positives.T) * run.weights["log_scale"].double().exp()
+    losses = [-x.softmax(1).diagonal().log().mean().item() for x in (products, products.T)]
+    found = [row.argmax().item() == index for index, row in enumerate(products)]
+    line = run.evaluations[-1]
+    assert len(found) == 20
+    assert line["test_loss"] == pytest.approx(sum(losses) / 2, rel=ROUNDING_FLOAT32)
+    assert line["test_recall_at_1"] == pytest.approx(sum(found) / 20)
+    assert 0.05 < line["test_recall_at_1"], "better than by chance"
+    loaded = transformers.AutoModel.from_pretrained(adapted.directory).state_dict()
+    trained = {name: loaded[name] for name in adapted.weights}
+    torch.testing.assert_close(trained, adapted.weights, rtol=0, atol=0)
+
+
+def test_a_temperature_is_at_least_that_of_clip():
+    import embeddings
+
+    model = torch.nn.Module()
+    model.forward = lambda tokens, attention_mask: SimpleNamespace(
+        last_hidden_state=F.one_hot(tokens, 9).float()
+    )
+    embeddings.with_pairs(model)
+    tokens = torch.tensor([[4, 4, -100]])
+    pairs = model(tokens, tokens[:, :2])
+    assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(20)
+    model.log_scale.data.fill_(9)
+    pairs = model(tokens, tokens)
+    assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "--pairs pairs.jsonl: No such file or directory"),
+        ("", "--pairs pairs.jsonl: the file is empty"),
+        ('{"anchor": "a", "positive": "b"}\n{"anchor": "a"}', "line 2: KeyError('positive')"),
+        ('{"anchor": "a", "positive": "b"}\n\n', "line 2: JSONDecodeError('Expecting value"),
+        ('{"anchor": "a", "positive": ["b"]}', "line 1: AttributeError("),
+        ('{"anchor": "a", "positive": " "}', "line 1: ValueError('an empty text')"),
+        ('["a", "b"]', "line 1: TypeError("),
+        (b"\xff\xfe", "line 1: UnicodeDecodeError("),
+    ],
+)
+def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(json_lines, "exit_with_error", exit_by_exception)
+    if content is not None:
+        content = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / "pairs.jsonl").write_bytes(content)
+    with pytest.raises(Exit) as error:
+        json_lines.texts_of("pairs.jsonl", "--pairs", "anchor", "positive")
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_are_those_of_all_at_once(monkeypatch):
+    pairs = torch.randn(11, 2, 4).double()
+    for losses in (negatives.info_nce, negatives.nt_xent):
+        monkeypatch.setattr(negatives, "ROWS", 4)
+        parts = negatives.means_among_all(list(pairs), losses)
+        whole = {name: x.double().mean() for name, x in losses(pairs, torch.arange(11)).items()}
+        torch.testing.assert_close(parts, whole)

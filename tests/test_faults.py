@@ -1,0 +1,48 @@
+"""faults.py: a recipe survives random faults, and copies that do not are found out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import LITTLE_DATA, ROOT, SMALL, copy
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [*SMALL, "--batch-size", "8", "--epochs", "2", "--checkpoint-every", "4", "--threads", "1"]
+FORGETFUL = (
+    "        for name, thing in self.states.items():\n            # An",
+    '        for name, thing in self.states.items():\n            if name == "optimizer":\n'
+    "                continue\n            # An",
+)
+LEAVES_A_PROCESS = """
+plain_step = train_step
+
+
+def train_step(run, *arguments):
+    if run.resumed_from and run.step == run.resumed_from + 1:
+        subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return plain_step(run, *arguments)
+"""
+KILL = "SIGKILL of a rank"
+# name: (faults, processes, more flags, replacements, project, the error)
+COPIES = {
+    "good": (["SIGTERM of the launcher", "cut checkpoint"], 3, 2, [], "", ""),
+    "forgetful": ([], 1, 1, [FORGETFUL], "", "other evaluations"),
+    "littering": ([], 1, 1, [], LEAVES_A_PROCESS, "1 processes are left after 20 s"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_path):
+    kinds, faults, processes, replacements, project, error = COPIES[name]
+    script = copy("ddp_cifar", tmp_path / f"{name}.py", LITTLE_DATA, *replacements, project=project)
+    command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
+    command += ["--processes", processes, "--limit", 20, "--seed", 39, "--kinds", KILL, *kinds]
+    command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
+    assert done.returncode == bool(error), done.stdout + done.stderr
+    assert len({row["kind"] for row in rows[:faults]}) == len(rows[:faults]) == faults
+    assert [row["error"] for row in rows[faults:]] == [error] if error else len(rows) == faults
+    assert not any(row["error"] for row in rows[:faults])
