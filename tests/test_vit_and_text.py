@@ -143,6 +143,19 @@ def test_sizes_that_do_not_fit_are_an_error(small, sizes, monkeypatch):
         vit.build_model(SimpleNamespace(**{**vars(small), **sizes}))
 
 
+def test_lora_adapts_only_layers_that_the_vit_calls(small):
+    """DDP would wait for the gradients of the others."""
+    import lora
+
+    model = vit.build_model(small)
+    torch.nn.init.normal_(model.heads.head.weight)
+    model = lora.with_lora(model)
+    model(torch.rand(2, 3, 16, 16)).sum().backward()
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    assert len(trained) == 2 * (1 + 2 * 2 + 1), "convolution, two layers of each MLP, head"
+    assert all(x.grad is not None for x in trained.values())
+
+
 class Colours:
     """40 photos of one colour each, in four classes: the value of all pixels is the class."""
 
