@@ -25,24 +25,28 @@ def train_step(run, *arguments):
     return plain_step(run, *arguments)
 """
 KILL = "SIGKILL of a rank"
-# name: (faults, processes, more flags, replacements, project, the error)
+REMOVED = "directory removed"
+# name: (recipe, kinds, faults, processes, replacements, project, the error)
 COPIES = {
-    "good": (["SIGTERM of the launcher", "cut checkpoint"], 3, 2, [], "", ""),
-    "forgetful": ([], 1, 1, [FORGETFUL], "", "other evaluations"),
-    "littering": ([], 1, 1, [], LEAVES_A_PROCESS, "1 processes are left after 20 s"),
+    "good": ("ddp", [KILL, "SIGTERM of the launcher", "cut checkpoint"], 3, 2, [], "", ""),
+    "removed": ("sharded", [REMOVED], 1, 1, [], "", ""),
+    "forgetful": ("ddp", [KILL], 1, 1, [FORGETFUL], "", "other evaluations"),
+    "littering": ("ddp", [KILL], 1, 1, [], LEAVES_A_PROCESS, "1 processes are left after 20 s"),
 }
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_path):
-    kinds, faults, processes, replacements, project, error = COPIES[name]
-    script = copy("ddp_cifar", tmp_path / f"{name}.py", LITTLE_DATA, *replacements, project=project)
+    """The seed is one whose faults come after a checkpoint."""
+    recipe, kinds, faults, processes, replacements, project, error = COPIES[name]
+    path = tmp_path / f"{name}.py"
+    script = copy(f"{recipe}_cifar", path, LITTLE_DATA, *replacements, project=project)
     command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
-    command += ["--processes", processes, "--limit", 20, "--seed", 39, "--kinds", KILL, *kinds]
+    command += ["--processes", processes, "--limit", 20, "--seed", 32, "--kinds", *kinds]
     command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
     assert done.returncode == bool(error), done.stdout + done.stderr
-    assert len({row["kind"] for row in rows[:faults]}) == len(rows[:faults]) == faults
-    assert [row["error"] for row in rows[faults:]] == [error] if error else len(rows) == faults
-    assert not any(row["error"] for row in rows[:faults])
+    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
+    assert [row["kind"] in kinds for row in rows[:faults]] == [True] * faults
+    found = [row["error"] for row in rows if row["error"]]
+    assert len(found) == bool(error) and all(x.startswith(error) for x in found), found
