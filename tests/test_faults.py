@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import LITTLE_DATA, ROOT, SMALL, copy
@@ -50,3 +51,16 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
     assert [row["kind"] in kinds for row in rows[:faults]] == [True] * faults
     found = [row["error"] for row in rows if row["error"]]
     assert len(found) == bool(error) and all(x.startswith(error) for x in found), found
+
+
+def test_the_page_has_the_numbers_of_the_results():
+    paths = sorted((ROOT / "benchmarks/results/faults").glob("*.json"))
+    results = [json.loads(path.read_text()) for path in paths]
+    rows = [row for result in results for row in result["faults"]]
+    page = (ROOT / "benchmarks/README.md").read_text()
+    assert f"\n{len(rows)} random faults in four recipes" in page
+    assert {path.stem.partition("-")[0] for path in paths} == {"ddp", "amp", "sharded", "pipeline"}
+    assert not any(row["error"] for row in rows)
+    for kind, number in Counter(row["kind"] for row in rows).items():
+        assert f"\n| {kind} | {number} |\n" in page
+    assert all(f"On {result['hardware']};" in " ".join(page.split()) for result in results)
