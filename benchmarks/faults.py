@@ -182,23 +182,47 @@ def mount(*words):
     return subprocess.run(["mount", *words], stderr=subprocess.DEVNULL).returncode == 0
 
 
-def damage(kind, output, rng):
-    """Damage the newest of several checkpoints. Return the steps from which a run may resume."""
-    paths = sorted(x for x in output.glob("step-*") if x.suffix in ("", ".pt"))
-    *_, before, last = [0, 0, *(int(path.stem.removeprefix("step-")) for path in paths)]
-    if kind == "stale file" and output.exists():
-        (output / "unfinished.tmp").write_bytes(b"x" * 1000)
-    if kind not in DAMAGE[1:] or not before:
-        return [last]
-    if kind == "deleted checkpoint":
-        paths[-1].rename(output.with_name(f"{time.time_ns()}"))
-        return [before]
-    file = rng.choice(sorted(paths[-1].iterdir())) if paths[-1].is_dir() else paths[-1]
-    content = bytearray(file.read_bytes())
-    place = rng.randrange(len(content))
-    content[place] ^= 1 << rng.randrange(8)
-    file.write_bytes(content if kind == "flipped bit" else content[:place])
-    return [before, last][: 1 + (kind == "flipped bit")]  # the bit may be in unused bytes
+def files(checkpoint):
+    return sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+
+
+class Checkpoints:
+    """The checkpoints of a directory, and what faults have done to their files."""
+
+    def __init__(self, output):
+        self.output = output
+        self.damaged = {}  # (file, time of its change): kind
+
+    def kinds(self):
+        """Return {checkpoint: kinds of its damage}, the newest first."""
+        paths = sorted(x for x in self.output.glob("step-*") if x.suffix in ("", ".pt"))[::-1]
+        changes = {path: [(x, x.stat().st_mtime_ns) for x in files(path)] for path in paths}
+        return {path: {*map(self.damaged.get, x)} - {None} for path, x in changes.items()}
+
+    def resumable(self):
+        """Return the steps from which a run may resume."""
+        steps = []
+        for path, kinds in self.kinds().items():
+            if "cut checkpoint" not in kinds:  # a flipped bit may be in unused bytes
+                steps.append(int(path.stem.removeprefix("step-")))
+            if not kinds:
+                return steps
+        return [0]
+
+    def damage(self, kind, rng):
+        """Damage the newest of several intact ones, or leave what a killed save may leave."""
+        newest, *others = [path for path, kinds in self.kinds().items() if not kinds] or [None]
+        if kind == "stale file" and newest:
+            (self.output / "unfinished.tmp").write_bytes(b"x" * 1000)
+        elif kind == "deleted checkpoint" and others:
+            newest.rename(self.output.with_name(f"{time.time_ns()}"))
+        elif kind in ("cut checkpoint", "flipped bit") and others:
+            file = rng.choice(files(newest))
+            content = bytearray(file.read_bytes())
+            place = rng.randrange(len(content))
+            content[place] ^= 1 << rng.randrange(8)
+            file.write_bytes(content if kind == "flipped bit" else content[:place])
+            self.damaged[file, file.stat().st_mtime_ns] = kind
 
 
 def results(output):
@@ -216,7 +240,7 @@ class Trial:
     def __init__(self, args, directory):
         self.args, self.output = args, directory / "disk/output"
         self.starts = count()
-        self.resumable = [0]  # the steps from which the next run may resume
+        self.checkpoints = Checkpoints(self.output)
         whole = Start(args, directory / "whole/output")
         if (error := whole.end()) or whole.code:
             error = error or whole.message
@@ -227,7 +251,8 @@ class Trial:
         """Start the copy with one fault, if there are any kinds. Return what happened."""
         rng = random.Random(f"{self.args.seed}/{self.args.copy.stem}/{next(self.starts)}")
         moments = {kind: ONLY_AT.get(kind, [*MOMENTS]) for kind in kinds}
-        if self.resumable == [0]:
+        resumable = self.checkpoints.resumable()
+        if resumable == [0]:
             moments = {kind: [x for x in found if x != "read"] for kind, found in moments.items()}
         kind = rng.choice([kind for kind, found in moments.items() if found] or ["none"])
         moment = rng.choice(moments.get(kind, ["none"]))
@@ -244,17 +269,18 @@ class Trial:
             mount("-o", "remount,size=50%", self.output.parent)
         if start.code and not struck:
             error = error or "it fails without a fault"
-        if start.begin not in (None, *self.resumable):
-            error = error or f"it resumed from {start.begin}, not from {self.resumable}"
-        self.resumable = damage(kind, self.output, rng) if struck else self.resumable
+        if start.begin not in (None, *resumable):
+            error = error or f"it resumed from {start.begin}, not from {resumable}"
+        if struck:
+            self.checkpoints.damage(kind, rng)
         if start.code == 0 and not error:
             found = results(self.output)
             error = " ".join(f"other {k}" for k, x in self.expected.items() if x != found[k])
         if start.code == 0 or error:
             shutil.rmtree(self.output, ignore_errors=True)
-            self.resumable = [0]
         row = {"kind": kind, "moment": moment, "call": call, "delay": delay, "exit": start.code}
-        row |= {"seconds": seconds, "resumed_from": start.begin, "newest": max(self.resumable)}
+        row |= {"seconds": seconds, "resumed_from": start.begin}
+        row |= {"newest": self.checkpoints.resumable()[0]}
         return row | {"message": start.message, "error": error, "log": start.log.name}, struck
 
 

@@ -11,17 +11,17 @@
         for images in [[Image.new('L', (r(60, 96), r(60, 96))) for _ in range(n)]]
         for boxes in [[{'image_id': r(1, n - 1), 'category_id': r(1, 2),
             'bbox': [r(0, 30), r(0, 30), r(9, 30), r(9, 30)]} for _ in range(2 * n)]]]"
-    torchrun --nproc_per_node 2 mine.py --classes 3 --size 96 --norm group --lr 1e-3 --batch-size 2
+    torchrun --nproc_per_node 2 mine.py --resnet 18 --norm group --size 96 --epochs 4 --batch-size 4
 
 Needs `pip install pycocotools`. For COCO: --train train2017 annotations/instances_train2017.json.
 To begin from pretrained weights, which is usual, save them once, and name the file by --weights:
 torch.save(torchvision.models.detection.fcos_resnet50_fpn(weights="DEFAULT").state_dict(),
-"fcos.pt"). Of another number of --classes, only the last layer is not loaded. BatchNorm and the
-first blocks are frozen; for random weights choose --norm group.
+"fcos.pt"). With other --classes than 91, only the last layer is not loaded. BatchNorm and the first
+blocks are frozen; for random weights, which train slowly, choose --norm group.
 
-A global batch has the loss that torchvision computes of it: the mean over all points inside of
-objects, their number of an image is its "weight". But an image without objects counts as one with
-one point. test_map is COCO's AP, over the whole test set.
+An image has the same loss in any batch, since each is padded to a square. Its "weight" is its
+number of points in objects. So a global batch has torchvision's loss of it; but an image without
+objects counts as one point. test_map is COCO's AP of the whole test set.
 
 Group: vision. Recipes: ddp, amp, sharded.
 """
@@ -48,7 +48,7 @@ def add_flags(parser):
     add("--test", default=["test", "test.json"], help="for evaluation (test test.json)", **files)
     add("--classes", type=int, default=91, help="highest id of a category, plus 1 (91)")
     add("--size", type=int, default=800, help="longest side of an image in the model (800)")
-    add("--backbone", default="resnet50", help="resnet18, resnet34, ... (resnet50)")
+    add("--resnet", type=int, choices=(18, 34, 50, 101, 152), default=50, help="layers (50)")
     add("--norm", choices=("batch", "group"), default="batch", help="batch (default): frozen")
     parser.set_defaults(lr=1e-4)
 
@@ -68,7 +68,7 @@ def build_model(args):
     norm = partial(nn.GroupNorm, 32) if group else nn.BatchNorm2d
     layers = {"trainable_layers": 5 if group else 3, "returned_layers": [2, 3, 4]}
     layers |= {"norm_layer": norm, "extra_blocks": LastLevelP6P7(256, 256)}
-    backbone = resnet_fpn_backbone(backbone_name=args.backbone, weights=None, **layers)
+    backbone = resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}", weights=None, **layers)
     # All images are padded to a square of --size: no image depends on others in its batch.
     size = {"min_size": args.size, "max_size": args.size, "size_divisible": args.size}
     head = Head(256, 1, args.classes)

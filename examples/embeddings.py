@@ -6,23 +6,22 @@
         for path in glob.glob(os.__file__[:-5] + '[a-d]*.py')
         for x in ast.walk(ast.parse(open(path).read()))
         if isinstance(x, ast.FunctionDef) and (text := ast.get_docstring(x))]" > pairs.jsonl
-    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
+    python -c "import tokenizers, transformers as hf; x = tokenizers.ByteLevelBPETokenizer(); (
         x.train('pairs.jsonl', 999),
-        transformers.PreTrainedTokenizerFast(tokenizer_object=x).save_pretrained('base'))"
-    python -c "from transformers import BertConfig, BertModel; BertModel(
-        BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=999,
-        num_attention_heads=4)).save_pretrained('base')"
+        hf.PreTrainedTokenizerFast(tokenizer_object=x).save_pretrained('base'),
+        hf.BertModel(hf.BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=999, num_attention_heads=4)).save_pretrained('base'))"
     torchrun --nproc_per_node 2 mine.py --base base --epochs 5 --batch-size 64 --lr 3e-3
 
-Needs `pip install transformers`. The second and third command make a tiny model with random
-weights, for which --lr is higher than for pretrained ones. The names "anchor" and "positive" are
-those of sentence-transformers. Every tenth line is in the test set. The negatives of a pair are all
-others of the global batch, on all processes and in all microbatches: --global-batch-size sets their
-number; other numbers of processes and another --batch-size train the same, except that a microbatch
-of another size gets other masks of dropout. For this each text passes the model twice. Equal texts
-in two pairs are negatives, too. The temperature is learned, but with lora constant. "recall_at_1"
-is the share of the anchors whose positive is the nearest, in a step of its global batch, in a test
-of the whole test set. The losses of both are not comparable: more negatives have a higher one.
+Needs `pip install transformers`. The second command makes a tiny model with random weights, for
+which --lr is higher than for pretrained ones. The names in a line are those of
+sentence-transformers. Every tenth line is in the test set. The negatives of a pair are all others
+of the global batch, on all processes and in all microbatches: any number of processes and any
+--batch-size train the same, except that microbatches of another size get other masks of dropout.
+For this each text passes the model twice. Equal texts in two pairs are negatives, too. The
+temperature is learned, but with lora constant. "recall_at_1" is the share of the anchors whose
+positive is the nearest, of the global batch or of the whole test set. The loss grows with their
+size: do not compare that of a test with that of a step.
 
 model.safetensors of a run, in a directory with the other files of --base, is loaded by
 `AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.
@@ -58,12 +57,10 @@ def load_data(args, accelerator):
     tokenizer = AutoTokenizer.from_pretrained(args.base)
 
     def tokenize(batch):
-        columns = []
-        for texts in zip(*batch, strict=True):
-            tokens = tokenizer(list(texts), truncation=True, max_length=args.length)["input_ids"]
-            tokens = [torch.tensor(x) for x in tokens]
-            columns.append(nn.utils.rnn.pad_sequence(tokens, True, padding_value=-100))
-        return tuple(columns)
+        cut = {"truncation": True, "max_length": args.length}
+        columns = [tokenizer(list(x), **cut)["input_ids"] for x in zip(*batch, strict=True)]
+        columns = [[torch.tensor(tokens) for tokens in column] for column in columns]
+        return tuple(nn.utils.rnn.pad_sequence(x, True, padding_value=-100) for x in columns)
 
     train = [pair for index, pair in enumerate(pairs) if index % 10]
     options = {"batch_size": args.batch_size, "collate_fn": tokenize}
@@ -84,8 +81,7 @@ def with_pairs(model):
         for tokens in texts:
             mask = tokens >= 0
             hidden = encode(tokens.clamp(min=0), attention_mask=mask.long()).last_hidden_state
-            total = (hidden.float() * mask[:, :, None]).sum(1)
-            means.append(total / mask.sum(1, keepdim=True))
+            means.append((hidden.float() * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True))
         # The temperature is at least 0.01, as in CLIP (Radford et al. 2021, arXiv:2103.00020).
         scale = model.log_scale.float().clamp(max=math.log(100)).exp()
         return F.normalize(torch.stack(means, dim=1), dim=2) * scale.sqrt()

@@ -5,8 +5,8 @@ Needs `pip install peft`. Checkpoints and model.safetensors hold the trained par
 buffers alone. At the end peft's `PeftModel.from_pretrained(model, "runs/mine")` loads the matrices
 as an adapter. If the model is from a `from_pretrained` of transformers, adapter_config.json names
 its source, and `from_pretrained("runs/mine")` loads both. --weights names weights of the whole
-model, to begin with: then adapter_config.json names no source. To train other layers, or to make
-the matrices larger, edit `lora_config`.
+model, to begin with: then adapter_config.json names no source. nn.MultiheadAttention, such as in
+vit, is not adapted. To train other layers, or to make the matrices larger, edit `lora_config`.
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
@@ -28,9 +28,11 @@ def lora_config(layers):
 def with_lora(model):
     """Return the model with frozen weights and, in its layers, the trained matrices, in fp32. Its
     class and its methods stay the same."""
-    tied = {x.weight for x in model.modules() if isinstance(x, nn.Embedding)}  # also a head's
+    kept = {x.weight for x in model.modules() if isinstance(x, nn.Embedding)}  # also a tied head's
+    attention = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
+    kept |= {x.out_proj.weight for x in attention}  # which it reads: a matrix would have no effect
     modules = model.named_modules()
-    layers = [name for name, x in modules if isinstance(x, ADAPTED) and x.weight not in tied]
+    layers = [name for name, x in modules if isinstance(x, ADAPTED) and x.weight not in kept]
     model = inject_adapter_in_model(lora_config(layers), model)
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft gives it the type of the layer's weight

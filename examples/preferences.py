@@ -22,7 +22,7 @@ last tenth is the test set. Log-probabilities are sums over what follows the com
 The reference is the model before its first step, with lora the one without its adapter. A new run
 first computes the reference's log-probabilities of all answers, in one pass, and checkpoints have
 them: no second model is in memory, and a resumed run computes none. --lr is 1e-6; with lora 1e-5 is
-usual. The other flags are those of sft, and so is what a run leaves in its output directory.
+usual. --base-dtype, and how to chat with what was trained: see the example sft.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

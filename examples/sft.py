@@ -20,11 +20,12 @@ template, and a tiny model with random weights. Each line of --chats has "messag
 "tools". The last tenth is the test set. Batches have chats of similar lengths, and every token of
 an answer counts once. Chats are cut at --length tokens.
 
-A pretrained model needs --lr 1e-5, the default, and with lora 2e-4. In its output directory a run
-is complete, with lora as an adapter of --base, which is read from where it was:
-`transformers.pipeline("text-generation", "runs/mine")([{"role": "user", "content": "3 + 4"}])`.
-With lora, `--base-dtype bfloat16` keeps the frozen weights in 16 bits, as for GPUs of 24 GB, and
-what is trained in 32. Without lora it is an error: small updates would be rounded away.
+A pretrained model needs --lr 1e-5, the default, and with lora 2e-4. A run saves the tokenizer, too.
+With lora, `transformers.pipeline("text-generation", "runs/mine")([{"role": "user", "content":
+"3 + 4"}])` loads --base and the adapter, and answers. Without lora, first copy config.json of
+--base to runs/mine. With lora, `--base-dtype bfloat16` keeps the frozen weights in 16 bits, as for
+GPUs of 24 GB, and what is trained in 32. Without lora it is an error: small updates would be
+rounded away.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

@@ -13,9 +13,12 @@ LLAMA = [('size": 128, "', 'size": 32, "'), ('layers": 4', 'layers": 1')]
 PYRAMID = "list(self.backbone(images.tensors).values())"
 MAPS = "[nn.functional.avg_pool2d(self.backbone(images.tensors), 2**i) for i in range(5)]"
 FCOS = [
-    ("resnet_fpn_backbone(backbone_name=args.backbone,", "(lambda **_: nn.Conv2d(3, 32, 8, 8))(")
+    (
+        'resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}",',
+        "(lambda **_: nn.Conv2d(3, 64, 8, 8))(",
+    )
 ]
-FCOS += [("Head(256,", "Head(32,"), (PYRAMID, MAPS)]
+FCOS += [("Head(256,", "Head(64,"), (PYRAMID, MAPS)]
 SMALLER = {
     **dict.fromkeys(("language_model", "by_length", "mixture"), LLAMA),
     **{task: [(RESNET, OURS)] for task in ("photos", "balanced", "tar_shards")},

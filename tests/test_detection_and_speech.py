@@ -16,7 +16,7 @@ from composed import make
 from conftest import ROUNDING_FLOAT32, forked
 from PIL import Image
 from torch.nn import functional as F
-from torchvision.models.detection.fcos import FCOS, FCOSHead
+from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
 
 from lib import coco, fcos, utterances
@@ -43,13 +43,25 @@ def labelled(size, *boxes):
     return torch.rand(3, *size), target
 
 
-def both_models(detection, norm):
-    """The example's model, and torchvision's with the same weights."""
+class Maps(torch.nn.Module):
+    """A backbone with maps of five sizes."""
+
+    out_channels = 64
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 64, 8, 8)
+
+    def forward(self, x):
+        return {i: F.avg_pool2d(self.first(x), 2**i) for i in range(5)}
+
+
+def both_models():
+    """The example's model, and torchvision's with the same weights, for a smaller backbone."""
     torch.manual_seed(0)
-    args = SimpleNamespace(classes=4, size=64, backbone="resnet18", norm=norm)
-    model = detection.build_model(args)
-    size = {"min_size": 64, "max_size": 64, "size_divisible": 64, "score_thresh": 0.05}
-    reference = FCOS(model.backbone, 4, head=FCOSHead(256, 1, 4), **size)
+    size = {"min_size": 128, "max_size": 128, "size_divisible": 128, "score_thresh": 0.05}
+    model = fcos.Detector(Maps(), 4, head=fcos.Head(64, 1, 4), **size)
+    reference = FCOS(model.backbone, 4, head=FCOSHead(64, 1, 4), **size)
     reference.load_state_dict(model.state_dict())
     return model, reference
 
@@ -58,10 +70,9 @@ def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=ROUNDING_FLOAT32, atol=ROUNDING_FLOAT32)
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection, norm):
+def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection):
     """Also its gradient; and they depend on no other image of the batch, nor on its size."""
-    model, reference = both_models(detection, norm)
+    model, reference = both_models()
     batch = [
         labelled((50, 64), (3, 4, 30, 40), (20, 1, 44, 33)),
         labelled((64, 31), (0, 0, 31, 60)),
@@ -81,14 +92,14 @@ def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection, norm)
     loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
     expected = sum(reference(*map(list, coco.columns(batch[:3]))).values())
     assert_close(loss, expected)
-    shared = [p for p in model.backbone.parameters() if p.requires_grad]
+    shared = [*model.backbone.parameters()]
     gradients = (torch.autograd.grad(x, shared) for x in (loss, expected))
     for one, other in zip(*gradients, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
 def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(detection):
-    model, reference = both_models(detection, "group")
+    model, reference = both_models()
     batch = coco.columns([labelled((50, 64), (3, 4, 30, 40)), labelled((64, 31))])
     torch.nn.init.constant_(model.head.regression_head.bbox_reg.bias, 1.0)  # boxes have an area
     reference.load_state_dict(model.state_dict())
@@ -107,23 +118,28 @@ def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(dete
         assert rows[:, 6].tolist() == one["labels"].tolist()
 
 
-class Maps(torch.nn.Module):
-    """A backbone with maps of five sizes."""
-
-    out_channels = 32
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Conv2d(3, 32, 8, 8)
-
-    def forward(self, x):
-        return {i: F.avg_pool2d(self.first(x), 2**i) for i in range(5)}
+def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does(detection):
+    """All images become squares; BatchNorm is frozen, in training mode too."""
+    args = SimpleNamespace(classes=91, size=96, resnet=50, norm="batch")
+    with torch.device("meta"):
+        model = detection.build_model(args)
+        reference = fcos_resnet50_fpn(weights=None, weights_backbone=None)
+    shapes = ({k: x.shape for k, x in m.state_dict().items()} for m in (model, reference))
+    assert next(shapes) == next(shapes)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    frozen = "backbone.body.conv1", "backbone.body.layer1", "backbone.body.bn1"
+    norms = [name for name, m in model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert len(norms) == 53 and not any(model.get_submodule(name).training for name in norms)
+    left_out = (*frozen, *(f"{name}." for name in norms))
+    assert trained == {k for k, _ in model.named_parameters() if not k.startswith(left_out)}
+    images = [torch.rand(3, 30, 64), torch.rand(3, 10, 30)]
+    assert model.transform(images)[0].tensors.shape == (2, 3, 96, 96)
 
 
 def test_in_bf16_the_same_points_belong_to_an_object():
     """Where bf16 would round the positions of points."""
     size = {"min_size": 2048, "max_size": 2048, "size_divisible": 128}
-    model = fcos.Detector(Maps(), 4, head=fcos.Head(32, 1, 4), **size)
+    model = fcos.Detector(Maps(), 4, head=fcos.Head(64, 1, 4), **size)
     boxes = [[1900 + 9 * i, 10, 1930 + 9 * i, 40 + i] for i in range(12)]
     image, target = labelled((128, 2048), *boxes)
     exact = model([image], lambda: [target])[0]["weight"]
@@ -183,6 +199,7 @@ def test_a_dataset_has_boxes_as_corners_which_are_flipped_with_the_image(tmp_pat
     flipped = coco.Objects(tmp_path, path, 3, v2.RandomHorizontalFlip(1))
     for dataset, x in ((plain, [2, 6]), (flipped, [14, 18])):
         image, target = dataset[0]
+        assert target["boxes"].dtype == torch.float32
         assert target["boxes"][0].tolist() == [x[0], 3, x[1], 8]
         assert image[:, 3:8, x[0] : x[1]].min() == 1 and image.sum() == 3 * 20
         assert target["labels"].tolist() == [2, 2] and target["image"].item() == 5
@@ -218,7 +235,7 @@ def test_each_image_counts_once_in_the_average_precision_of_two_processes(tmp_pa
     flags = ["--cpu", "--train", *data, "--test", *data, "--classes", 3, "--size", 128]
     flags += ["--batch-size", 2, "--epochs", 0, "--output-dir", "run"]
     run = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
-    [(codes, printed)] = forked([run], tmp_path, imports=["transformers"])
+    [(codes, printed)] = forked([run], tmp_path, imports=["transformers", "pycocotools.cocoeval"])
     assert codes == [0, 0], printed
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["test_map"] == pytest.approx(0.5) and summary["test_map50"] == pytest.approx(1)
@@ -377,7 +394,9 @@ def test_wrong_lists_and_wav_files(errors, tmp_path):
         path.write_text(f"good.wav\tba\n{line}\n")
         assert error in errors(utterances.Utterances, path, " ab")
     path.write_text("good.wav\tba\ngood.wav\t\n")
-    assert [len(text) for _, text in utterances.Utterances(path, " ab")] == [2, 0]
+    texts = [text for _, text in utterances.Utterances(path, " ab")]
+    assert [len(text) for text in texts] == [2, 0]
+    assert {text.dtype for text in texts} == {torch.int64}
 
 
 def test_wrong_files_of_coco(errors, tmp_path):
@@ -386,8 +405,8 @@ def test_wrong_files_of_coco(errors, tmp_path):
         ({"images": None}, "is not in COCO's format: TypeError"),
         ({"images": []}, "has no images"),
         ({"categories": []}, "is not in COCO's format: ValueError"),
-        ({"categories": [{"id": 9}]}, "has a category 9: at least 10"),
-        ({"annotations": [{**one, "category_id": 3}]}, "has a category 3: at least 4"),
+        ({"categories": [{"id": 9}]}, "has category 9: add 1 to it"),
+        ({"annotations": [{**one, "category_id": 3}]}, "has category 3: add 1 to it"),
         ({"annotations": [{**one, "image_id": 2}]}, "image_id 2, which is no image's"),
         ({"annotations": [{**one, "bbox": []}]}, "is not in COCO's format: IndexError"),
     ]

@@ -96,7 +96,7 @@ def Accelerator(**options):
     return accelerator
 """
 train = partial(train_forked, imports=["transformers.models.bert.modeling_bert", "peft"])
-FLAGS = ["--cpu", "--max-steps", 4, "--global-batch-size", 16]
+FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16]
 
 
 def written(path, recipe, task, *projects, in_parts=True):
@@ -177,7 +177,7 @@ def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp
     for result in results:
         ignored = ("loss_scale", "skipped_steps")
         assert_same_training(expected, result, ROUNDING, ignored)
-    assert {len(x) for x in (expected.train, expected.evaluations)} == {4, 1}
+    assert {len(x) for x in (expected.train, expected.evaluations)} == {3, 1}
     assert expected.weights["log_scale"].item() != pytest.approx(math.log(20), abs=1e-4), "learned"
 
 
@@ -191,7 +191,7 @@ def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path)
     expected, *results = train(
         tmp_path,
         (1, reference, [*flags, "--batch-size", 16]),
-        (1, ddp, [*flags, "--batch-size", 2]),
+        (1, ddp, [*flags, "--batch-size", 4]),
         (2, ddp, [*flags, "--batch-size", 4]),
         (4, ddp, [*flags, "--batch-size", 4]),
         (2, sharded, [*flags, "--batch-size", 8]),
@@ -225,10 +225,9 @@ def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
     expected, ours, fp32 = train(tmp_path, *runs, (1, amp, [*flags, "--precision", "fp32"]))
     first, other, exact = (run.train[0] for run in (ours, expected, fp32))
     assert first["loss"] == pytest.approx(other["loss"], rel=ROUNDING_FLOAT32)
-    assert first["grad_norm"] == pytest.approx(
-        other["grad_norm"], rel=torch.finfo(torch.bfloat16).eps
-    )
-    assert first["loss"] != pytest.approx(exact["loss"], rel=ROUNDING_FLOAT32), "it was not in bf16"
+    norm = first["grad_norm"]
+    assert norm == pytest.approx(other["grad_norm"], rel=torch.finfo(torch.bfloat16).eps)
+    assert norm != pytest.approx(exact["grad_norm"], rel=ROUNDING_FLOAT32), "it was not in bf16"
 
 
 def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_path):

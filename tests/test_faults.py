@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import LITTLE_DATA, ROOT, SMALL, copy
@@ -25,24 +26,41 @@ def train_step(run, *arguments):
     return plain_step(run, *arguments)
 """
 KILL = "SIGKILL of a rank"
-# name: (faults, processes, more flags, replacements, project, the error)
+REMOVED = "directory removed"
+# name: (recipe, kinds, faults, processes, replacements, project, the error)
 COPIES = {
-    "good": (["SIGTERM of the launcher", "cut checkpoint"], 3, 2, [], "", ""),
-    "forgetful": ([], 1, 1, [FORGETFUL], "", "other evaluations"),
-    "littering": ([], 1, 1, [], LEAVES_A_PROCESS, "1 processes are left after 20 s"),
+    "good": ("ddp", [KILL, "SIGTERM of the launcher", "cut checkpoint"], 3, 2, [], "", ""),
+    "removed": ("sharded", [REMOVED], 1, 1, [], "", ""),
+    "forgetful": ("ddp", [KILL], 1, 1, [FORGETFUL], "", "other evaluations"),
+    "littering": ("ddp", [KILL], 1, 1, [], LEAVES_A_PROCESS, "1 processes are left after 20 s"),
 }
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_path):
-    kinds, faults, processes, replacements, project, error = COPIES[name]
-    script = copy("ddp_cifar", tmp_path / f"{name}.py", LITTLE_DATA, *replacements, project=project)
+    """The seed is one whose faults come after a checkpoint."""
+    recipe, kinds, faults, processes, replacements, project, error = COPIES[name]
+    path = tmp_path / f"{name}.py"
+    script = copy(f"{recipe}_cifar", path, LITTLE_DATA, *replacements, project=project)
     command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
-    command += ["--processes", processes, "--limit", 20, "--seed", 39, "--kinds", KILL, *kinds]
+    command += ["--processes", processes, "--limit", 20, "--seed", 32, "--kinds", *kinds]
     command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
     assert done.returncode == bool(error), done.stdout + done.stderr
-    assert len({row["kind"] for row in rows[:faults]}) == len(rows[:faults]) == faults
-    assert [row["error"] for row in rows[faults:]] == [error] if error else len(rows) == faults
-    assert not any(row["error"] for row in rows[:faults])
+    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
+    assert [row["kind"] in kinds for row in rows[:faults]] == [True] * faults
+    found = [row["error"] for row in rows if row["error"]]
+    assert len(found) == bool(error) and all(x.startswith(error) for x in found), found
+
+
+def test_the_page_has_the_numbers_of_the_results():
+    paths = sorted((ROOT / "benchmarks/results/faults").glob("*.json"))
+    results = [json.loads(path.read_text()) for path in paths]
+    rows = [row for result in results for row in result["faults"]]
+    page = (ROOT / "benchmarks/README.md").read_text()
+    assert f"\n{len(rows)} random faults in four recipes" in page
+    assert {path.stem.partition("-")[0] for path in paths} == {"ddp", "amp", "sharded", "pipeline"}
+    assert not any(row["error"] for row in rows)
+    for kind, number in Counter(row["kind"] for row in rows).items():
+        assert f"\n| {kind} | {number} |\n" in page
+    assert all(f"On {result['hardware']};" in " ".join(page.split()) for result in results)

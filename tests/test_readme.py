@@ -34,7 +34,8 @@ OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_r
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
-OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes"
+OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
+OTHERS += "--index-url"
 
 
 def section(page, title):
@@ -162,6 +163,18 @@ def test_an_excerpt_is_of_the_file(title):
     assert len(shown) > 7
     for line in shown:
         assert line in lines, f"not there, or not in this order: {line}"
+
+
+def test_the_tables_of_tasks_have_all_that_make_new_has_in_its_groups():
+    group = ""
+    for first, _, linked, _, missing in rows(ADAPTING, "| group |"):
+        group = first or group
+        _, recipes, its_group = new.description(re.search(r"\[(\w+)\]", linked)[1])
+        assert its_group == group, linked
+        assert missing == ", ".join(x for x in new.RECIPES if x not in recipes), linked
+    tasks = [x for x in new.EXAMPLES if new.TRAIN in "".join(new.description(x)[0])]
+    for name in tasks:
+        assert f"[{name}](../examples/{name}.py)" in ADAPTING + PAGES["docs/data.md"], name
 
 
 def test_the_differences_shown_are_real():

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ddp_cifar import RANK, exit_with_error, say
 
@@ -25,7 +25,7 @@ def add_chat_flags(parser):
 
 
 def chat_tokenizer(args, accelerator):
-    """Return the tokenizer of --base. Save it and the model's config beside what is trained."""
+    """Return the tokenizer of --base, with its chat template. Save it beside what is trained."""
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
@@ -33,7 +33,6 @@ def chat_tokenizer(args, accelerator):
         exit_with_error(f"{args.base} has no chat template: name a file of one by --chat-template")
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
-        AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
     return tokenizer
 
 

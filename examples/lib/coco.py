@@ -35,9 +35,7 @@ def read_coco(path, classes):
     if not images:
         exit_with_error(f"{path} has no images")
     if highest >= classes:
-        exit_with_error(
-            f"argument --classes: {path} has a category {highest}: at least {highest + 1}"
-        )
+        exit_with_error(f"argument --classes: {path} has category {highest}: add 1 to it")
     return content
 
 
@@ -52,7 +50,8 @@ class Objects(Dataset):
         for x in content["annotations"]:
             if not x["iscrowd"]:
                 objects[x["image_id"]].append([*x["bbox"], x["category_id"]])
-        self.objects = [torch.tensor(objects[image]).view(-1, 5) for _, image in self.images]
+        rows = [objects[image] for _, image in self.images]
+        self.objects = [torch.tensor(x, dtype=torch.float32).view(-1, 5) for x in rows]
         # A box may be outside of its image, or have no area.
         checks = [v2.ClampBoundingBoxes(), v2.SanitizeBoundingBoxes()]
         tensors = [v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()]
