@@ -102,7 +102,7 @@ class Training:
             parts = self.parts()
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for part in parts:
-                part.to_empty(device="cpu")
+                make_tensors(part)
             return self.count_steps(parts, size * len(parts), stage)
 
     def parts(self):
@@ -195,6 +195,18 @@ class Training:
         if stage == 0:
             return lambda: schedule.step(inputs)
         return lambda: schedule.step(target=targets, return_outputs=False)
+
+
+def make_tensors(model):
+    """Replace a model's tensors on the meta device by others. Tied weights stay one tensor."""
+    places = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    model.to_empty(device="cpu")
+    for first, *others in places.values():
+        for module, name in others:
+            setattr(module, name, getattr(*first))
 
 
 def row(training):

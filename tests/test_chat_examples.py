@@ -30,7 +30,7 @@ TEMPLATES = {
 }
 PLAIN = TEMPLATES["one form for all roles"].replace("MARK", "").replace("UNTIL", "")
 # As some do with an answer's reasoning: it is only in the last turn.
-FORGETS = PLAIN.replace("{{ x.content }}", "{{ 'I think. ' if loop.last }}{{ x.content }}")
+FORGETS = PLAIN.replace("'assistant' %}", "'assistant' %}{{ 'I think. ' if loop.last }}")
 CHATS = [
     [("user", "Hi"), ("assistant", " Hello, grüß dich 🙂 ")],
     [("user", "1 + 1"), ("assistant", "2"), ("user", "sure?\n"), ("assistant", "Yes,\n\nI am")],
@@ -250,14 +250,12 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         answers.append(expected)
         name = json.loads((run.directory / "adapter_config.json").read_text())
         assert name["base_model_name_or_path"] == str(base)
-        for loaded in (
-            peft.PeftModel.from_pretrained(
-                transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
-                run.directory,
-            ),
-            transformers.pipeline("text-generation", str(run.directory), device="cpu").model,
-        ):
-            assert torch.equal(loaded(tokens).logits, expected)
+        frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        loaded = peft.PeftModel.from_pretrained(frozen, run.directory)
+        assert torch.equal(loaded(tokens).logits, expected)
+        # transformers reads the matrices in the base's 16 bits.
+        chat = transformers.pipeline("text-generation", str(run.directory), device="cpu").model
+        torch.testing.assert_close(chat(tokens).logits, expected, rtol=0.05, atol=0.05)
         assert not torch.allclose(expected, before, rtol=0.1)
     torch.testing.assert_close(*answers, rtol=0.05, atol=0.05)
 
