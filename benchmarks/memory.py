@@ -3,6 +3,7 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py mine.py --model large  # a copy of a recipe, and its flags
+    python benchmarks/memory.py --chat  # which chat models fit, with the example sft
     python benchmarks/memory.py --cuts mine.py --batch-size 256  # where to cut a pipeline
 
 An optimizer step runs on fake tensors, which have shapes but no memory, while torch's MemTracker
@@ -47,6 +48,25 @@ VARIANTS = [
     ("sharded", "--precision bf16 --activation-checkpointing"),
 ]
 OF_VARIANT = {"precision", "schedule", "activation_checkpointing", "compile"}  # not of the copy
+LLAMAS = {  # the shapes of Llama 3.2 1B and 3B, and of 3.1 8B
+    "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64},
+    "3B": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336},
+}
+TOKENS = 1024  # of the chat that each GPU has in a microbatch
+CHATS = [  # recipe and flags, type of the base's weights, and whether lora is added
+    ("ddp", "", "float32", False),
+    ("ddp", "", "float32", True),
+    ("ddp", "", "bfloat16", True),
+    ("amp", "--precision bf16", "bfloat16", True),
+    ("sharded", "--precision bf16 --activation-checkpointing", "float32", False),
+    ("sharded", "--precision bf16 --activation-checkpointing", "float32", True),
+    ("sharded", "--precision bf16 --activation-checkpointing", "bfloat16", True),
+]
+NOTES_OF_CHAT = f"""
+- Computed, and never compared with a GPU. {GPUS} GPUs, each with one chat of {TOKENS:,} tokens.
+- GiB: the most bytes alive at once in a step. A card of 24 GB has 22.4, of which CUDA, NCCL and
+  fragmentation take some 2: bold fits."""
 NOTES = f"""
 - Computed, and never compared with a GPU. {GPUS} GPUs. MiB: per sample, in a large batch.
 - 16 GB, ...: samples per GPU that fit into so many 10^9 bytes less 2 GiB, to two significant
@@ -82,7 +102,7 @@ class Training:
             parts = self.parts()
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for part in parts:
-                part.to_empty(device="cpu")
+                make_tensors(part)
             return self.count_steps(parts, size * len(parts), stage)
 
     def parts(self):
@@ -177,6 +197,18 @@ class Training:
         return lambda: schedule.step(target=targets, return_outputs=False)
 
 
+def make_tensors(model):
+    """Replace a model's tensors on the meta device by others. Tied weights stay one tensor."""
+    places = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    model.to_empty(device="cpu")
+    for first, *others in places.values():
+        for module, name in others:
+            setattr(module, name, getattr(*first))
+
+
 def row(training):
     """Return MiB per sample, and the largest batch per GPU for each of CARDS."""
     stages = (0, 1) if training.technique == "pipeline" else (0,)
@@ -236,6 +268,37 @@ def lines(path, flags):
     yield NOTES
 
 
+def lines_of_chat(*_):
+    """Yield the lines of the table of chat models, as the examples sft and lora train them."""
+    sys.path += [str(ROOT / "examples"), str(ROOT / "recipes")]
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import lora
+    import sft
+
+    gc.disable()  # it would free tensors at random moments
+    yield f"| recipe | {' | '.join(LLAMAS)} |\n| --- | ---: | ---: | ---: |"
+    for technique, variant, dtype, with_lora in CHATS:
+        cells = []
+        for name, shape in LLAMAS.items():
+            shape = {"intermediate_size": 8192, "num_key_value_heads": 8, **shape}
+            config = LlamaConfig(vocab_size=128256, tie_word_embeddings=name != "8B", **shape)
+            with torch.device("meta"):
+                dtypes = getattr(torch, dtype)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtypes).train()
+                model = lora.with_lora(model) if with_lora else model
+            own = SimpleNamespace(compute_loss=sft.compute_loss, make_optimizer=sft.make_optimizer)
+            recipe, args = with_own(technique, variant, own, SimpleNamespace(), True)
+            example = torch.zeros(1, TOKENS, 2, dtype=torch.int64)
+            size = Training(technique, recipe, args, model, example).peak(1)
+            mark = "**" * (size < 24 * 10**9 - MARGIN)
+            cells.append(f"{mark}{size / 2**30:.1f}{mark}")
+        given = f"{technique} {variant} + lora --base-dtype {dtype}".replace("  ", " ")
+        given = given if with_lora else f"{technique} {variant}".strip()
+        yield f"| {given.removesuffix(' --base-dtype float32')} | {' | '.join(cells)} |"
+    yield NOTES_OF_CHAT
+
+
 def time_blocks(blocks, inputs):
     """Return the seconds that each block takes forward and backward."""
     seconds = []
@@ -292,10 +355,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--cuts", action="store_true", help="where to cut a pipeline; mine.py: a copy of pipeline")
+    add("--chat", action="store_true", help="which chat models fit, with the examples sft and lora")
     add("recipe", nargs="?", default=ROOT / "recipes/ddp_cifar.py", help="file of a recipe's copy")
     add("flags", nargs=argparse.REMAINDER, help="those of the copy")
     args = parser.parse_args()
-    for line in (lines_of_cuts if args.cuts else lines)(args.recipe, args.flags):
+    table = lines_of_chat if args.chat else lines_of_cuts if args.cuts else lines
+    for line in table(args.recipe, args.flags):
         print(line, flush=True)
 
 

@@ -79,3 +79,20 @@ def test_a_pipeline_is_cut_where_its_stages_take_equal_time(tmp_path, monkeypatc
     assert row.startswith("| --split 8 --chunks 8 | 64.00 + 64.00 | 11% | 0 |")
     with pytest.raises(SystemExit, match="--cuts takes a copy of pipeline"):
         next(memory.lines_of_cuts(ROOT / "recipes/ddp_cifar.py", []))
+
+
+def test_the_table_of_chat_models(monkeypatch, capsys):
+    """Of one whose weights are nearly all of its memory: 16 bytes each and 4 in DDP's buckets, or
+    with lora those of its type."""
+    shape = {"hidden_size": 2048, "num_hidden_layers": 2, "head_dim": 64}
+    monkeypatch.setattr(memory, "LLAMAS", {"1B": shape})
+    monkeypatch.setattr(memory, "TOKENS", 8)
+    monkeypatch.setattr(memory, "CHATS", [memory.CHATS[i] for i in (0, 1, 2)])
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--chat"])
+    memory.main()
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    found = [float(row.rpartition("| ")[2].strip("* |")) for row in rows]
+    layer = 2048 * (2048 + 2 * 512 + 2048 + 3 * 8192)
+    weights = (128256 * 2048 + 2 * layer) / 2**30
+    assert found == pytest.approx([20 * weights, 4 * weights, 2 * weights], rel=0.1)
+    assert all("**" in row for row in rows)

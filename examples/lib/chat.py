@@ -2,7 +2,6 @@
 """Conversations as tokens, by the chat template of a pretrained model's tokenizer."""
 
 import json
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -12,7 +11,8 @@ from transformers import AutoTokenizer
 
 from ddp_cifar import RANK, exit_with_error, say
 
-DATE = datetime(2024, 7, 26)  # some templates tell the model today's date: a resumed run has it
+# Some templates tell the model today's date, which a resumed run has to repeat.
+DATE = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
 
 
 def add_chat_flags(parser):
@@ -65,10 +65,11 @@ def tokenized(tokenizer, messages, args, tools=None, first=0):
     Few templates mark the answers. So the text of an answer is found by rendering the conversation
     up to it, as for generation, and with it: both must be what the whole begins with."""
 
+    template = DATE + tokenizer.get_chat_template(tools=tools)
+
     def rendered(end, **options):
-        # Passed by its name, a function replaces the one that templates would call.
-        options |= {"tools": tools, "strftime_now": DATE.strftime}
-        return tokenizer.apply_chat_template(messages[:end], tokenize=False, **options)
+        options |= {"tools": tools, "chat_template": template, "tokenize": False}
+        return tokenizer.apply_chat_template(messages[:end], **options)
 
     whole = rendered(None)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,0 +1,292 @@
+"""What sft and preferences compute, against independent references. That their copies train:
+test_adapting.py."""
+
+import importlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composed import make
+from conftest import ROUNDING_FLOAT32, forked, train_forked
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+# MARK and UNTIL: by the marks there transformers finds the tokens of answers.
+TEMPLATES = {
+    "one form for all roles": "{% for x in messages %}<|{{ x.role }}|>\n"
+    "{% if x.role == 'assistant' %}MARK{{ x.content }}<|end|>\nUNTIL"
+    "{% else %}{{ x.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "no header of answers": "<s>{% for x in messages %}{% if x.role == 'assistant' %}"
+    "MARK {{ x.content }}<|end|>UNTIL{% else %}[INST] {{ x.content }}[/INST]{% endif %}"
+    "{% endfor %}",
+    "stripped texts, a date": "<s><|system|>{{ strftime_now('%d %b %Y') }}\n\n<|end|>"
+    "{% for x in messages %}<|{{ x.role }}|>\n\n{% if x.role == 'assistant' %}"
+    "MARK{{ x.content | trim }}<|end|>UNTIL{% else %}{{ x.content | trim }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n\n{% endif %}",
+}
+PLAIN = TEMPLATES["one form for all roles"].replace("MARK", "").replace("UNTIL", "")
+# As some do with an answer's reasoning: it is only in the last turn.
+FORGETS = PLAIN.replace("'assistant' %}", "'assistant' %}{{ 'I think. ' if loop.last }}")
+CHATS = [
+    [("user", "Hi"), ("assistant", " Hello, grüß dich 🙂 ")],
+    [("user", "1 + 1"), ("assistant", "2"), ("user", "sure?\n"), ("assistant", "Yes,\n\nI am")],
+    [("user", "a longer question, of many words"), ("assistant", "no")],
+    [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "a longer answer than all")],
+]
+CHATS = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
+
+
+def imported(*names):
+    """Return modules that take seconds. Imported above, they would also for other files' tests."""
+    return [importlib.import_module(name) for name in names]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of a tiny model, in bf16, and its tokenizer."""
+    tokenizers, transformers = imported("tokenizers", "transformers")
+    path = tmp_path_factory.mktemp("base")
+    (path / "text.txt").write_text(json.dumps(CHATS, ensure_ascii=False) * 9)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train(str(path / "text.txt"), 320, special_tokens=SPECIAL)
+    options = {"tokenizer_object": tokenizer, "eos_token": "<|end|>", "chat_template": PLAIN}
+    transformers.PreTrainedTokenizerFast(**options).save_pretrained(path)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(intermediate_size=16, vocab_size=320, **size)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def tokenizer(base):
+    (transformers,) = imported("transformers")
+    return transformers.AutoTokenizer.from_pretrained(base)
+
+
+@pytest.fixture
+def model(base):
+    (transformers,) = imported("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+
+
+ARGS = SimpleNamespace(length=1000, beta=0.3)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_targets_are_the_tokens_that_the_template_marks(template, tokenizer):
+    """transformers finds them by marks in the template, the example without."""
+    (chat,) = imported("lib.chat")
+    plain, marked = (
+        TEMPLATES[template].replace("MARK", before).replace("UNTIL", after)
+        for before, after in (("", ""), ("{% generation %}", "{% endgeneration %}"))
+    )
+    for messages in CHATS:
+        tokenizer.chat_template = marked.replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        expected = tokenizer.apply_chat_template(messages, **options)
+        tokenizer.chat_template = plain
+        tokens, targets = chat.tokenized(tokenizer, messages, ARGS).T.tolist()
+        assert tokens == expected["input_ids"][:-1]
+        pairs = zip(expected["input_ids"], expected["assistant_masks"], strict=True)
+        assert targets == [x if mark else -100 for x, mark in pairs][1:]
+        answers = [x["content"] for x in messages if x["role"] == "assistant"]
+        trained = tokenizer.decode([x for x in targets if x != -100])
+        assert trained.count("<|end|>") == len(answers), "it learns where to end"
+        assert all(answer.strip() in trained for answer in answers)
+        assert "26 Jul 2024" in tokenizer.decode(tokens) or "date" not in template
+        shorter = SimpleNamespace(length=len(tokens) - 1)
+        assert chat.tokenized(tokenizer, messages, shorter)[:, 0].tolist() == tokens[:-1]
+
+
+def by_hand(model, sample):
+    """Return the log-probabilities of a sample's targets in float64, without padding."""
+    tokens, targets = sample.T
+    probable = model(tokens[None]).logits[0].double().log_softmax(1)
+    return torch.stack([probable[i, x] for i, x in enumerate(targets.tolist()) if x != -100])
+
+
+def gradient(model, loss):
+    return torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*model.parameters()])])
+
+
+def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer):
+    """In however many microbatches: their gradients are weighted as in a recipe's `train_step`."""
+    chat, sft = imported("lib.chat", "sft")
+    samples = [chat.tokenized(tokenizer, messages, ARGS) for messages in CHATS]
+    exact = -torch.cat([by_hand(model, sample) for sample in samples]).mean()
+    expected = gradient(model, exact)
+    for size in (1, 2, 4):
+        losses, weights = [], []
+        for begin in range(0, 4, size):
+            values = sft.compute_loss(model, chat.padded(samples[begin : begin + size]), ARGS)
+            losses.append((values["loss"] * values["weight"]).mean())
+            weights.append(values["weight"].double().mean())
+        loss = torch.stack(losses).mean() / torch.stack(weights).mean()
+        assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
+        torch.testing.assert_close(gradient(model, loss), expected, rtol=1e-4, atol=1e-6)
+
+
+def pairs_of(tokenizer):
+    """Two pairs of samples, of prompts with a common answer in it and without."""
+    chat, *_ = imported("lib.chat")
+    found = []
+    for messages in CHATS[1:3]:
+        rejected = [*messages[:-1], {"role": "assistant", "content": "I do not want to say"}]
+        first = len(messages) - 1
+        both = messages, rejected
+        found.append([chat.tokenized(tokenizer, x, ARGS, first=first) for x in both])
+    return found
+
+
+def test_dpo_is_the_papers_loss_and_gradient(model, tokenizer):
+    """arXiv:2305.18290, equation 7 and the gradient below it, of each conversation alone."""
+    chat, preferences = imported("lib.chat", "preferences")
+    pairs = pairs_of(tokenizer)
+    reference = -10 * torch.rand(2, 2)
+    ours = [[by_hand(model, sample).sum() for sample in pair] for pair in pairs]
+    losses, gradients = [], []
+    for (chosen, rejected), theirs in zip(ours, reference.double(), strict=True):
+        margin = ARGS.beta * ((chosen - theirs[0]) - (rejected - theirs[1]))
+        losses.append(torch.log1p(torch.exp(-margin)))
+        share = ARGS.beta / (1 + torch.exp(margin))
+        gradients.append(-share * gradient(model, chosen - rejected).detach())
+    sequences = chat.padded([x for pair in pairs for x in pair]).unflatten(0, (2, 2))
+    ours = [[by_hand(model, sample).sum().item() for sample in pair] for pair in pairs]
+    values = preferences.compute_loss(model, (sequences, reference), ARGS)
+    torch.testing.assert_close(values["loss"].double(), torch.stack(losses), rtol=1e-5, atol=1e-5)
+    ours = torch.tensor(ours, dtype=torch.float64) - reference
+    margins = ARGS.beta * (ours[:, 0] - ours[:, 1])
+    torch.testing.assert_close(values["margin"].double(), margins, rtol=1e-5, atol=1e-5)
+    assert values["accuracy"].tolist() == (ours[:, 0] > ours[:, 1]).tolist()
+    expected = torch.stack(gradients).mean(0)
+    actual = gradient(model, values["loss"].mean())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+PROMPT, OTHER = CHATS[1][:3], {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": PROMPT, "chosen": CHATS[1][3:], "rejected": [OTHER]},
+        {"chosen": CHATS[1], "rejected": [*PROMPT, OTHER]},
+        {"prompt": "Hi", "chosen": CHATS[1], "rejected": [*PROMPT, OTHER]},
+        {"prompt": PROMPT, "chosen": "Yes,\n\nI am", "rejected": "no"},
+    ],
+)
+def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
+    """Targets are of the last answer alone, and pairs without a difference are left out."""
+    chat, preferences = imported("lib.chat", "preferences")
+    path = tmp_path / "pairs.jsonl"
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    path.write_text("\n".join(map(json.dumps, [line, line, same, *[line] * 8])))
+    args = SimpleNamespace(base=base, chat_template=None, output_dir=tmp_path, pairs=path, seed=0)
+    args.length, args.batch_size, args.global_batch_size = 1000, 3, 3
+    train, test = preferences.load_data(args, SimpleNamespace(is_main_process=True))
+    assert (len(train.dataset), len(test.dataset)) == (9, 1)
+    sequences, reference = next(iter(test))
+    assert reference.shape == (1, 2)
+    both = CHATS[1], [*PROMPT, OTHER]
+    expected = chat.padded([chat.tokenized(tokenizer, x, ARGS, first=3) for x in both])
+    assert torch.equal(sequences[0], expected)
+    trained = [tokenizer.decode(x[x != -100]) for x in sequences[0, :, :, 1]]
+    assert trained == ["Yes,\n\nI am<|end|>\n", "no<|end|>\n"]
+
+
+def write_pairs(path, count):
+    answers = [(f"{i}?", "yes" * (1 + i % 7), "no" * (1 + i % 3)) for i in range(count)]
+    lines = [dict(zip(("prompt", "chosen", "rejected"), x, strict=True)) for x in answers]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return lines
+
+
+def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path):
+    """In a checkpoint after some steps, on two processes: of each pair, in the data's order, also
+    of a last batch that is padded. A checkpoint has it, so a resumed run computes none."""
+    transformers, chat, pairs = imported("transformers", "lib.chat", "lib.pairs")
+    lines = write_pairs(tmp_path / "pairs.jsonl", 41)
+    flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
+    flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "preferences", "lora")
+    (run,) = train_forked(tmp_path, (2, script, flags))
+    content = torch.load(run.directory / "step-00000003.pt", weights_only=True)
+    found = torch.cat(content["states"]["reference"]["of"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = []
+    for line in lines:
+        both = [pairs.conversation(line["prompt"], line[x]) for x in ("chosen", "rejected")]
+        samples = [chat.tokenized(tokenizer, x, ARGS, first=1) for x in both]
+        expected.append([by_hand(model, sample).sum().item() for sample in samples])
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
+    """peft loads it onto the base. The base stays in 16 bits, what is trained has 32."""
+    transformers, peft, lora, sft = imported("transformers", "peft", "lora", "sft")
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": x}) for x in CHATS * 5))
+    flags = ["--cpu", "--base", base, "--chats", tmp_path / "chats.jsonl", "--batch-size", 4]
+    flags += ["--max-steps", 4, "--lr", 1e-1, "--base-dtype", "bfloat16"]
+    runs = []
+    for recipe in ("ddp", "sharded"):
+        make(tmp_path / f"{recipe}_mine.py", recipe, "sft", "lora")
+        runs.append((2, tmp_path / f"{recipe}_mine.py", flags))
+    tokens = torch.arange(30)[None]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    before = plain(tokens).logits
+    answers = []
+    for run in train_forked(tmp_path, *runs):
+        trained = lora.with_lora(sft.build_model(SimpleNamespace(base=base, base_dtype="bfloat16")))
+        weights = load_file(run.directory / "model.safetensors")
+        assert {x.dtype for name, x in weights.items() if ".lora_" in name} == {torch.float32}
+        trained.load_state_dict(weights, strict=False)
+        expected = trained(tokens).logits
+        answers.append(expected)
+        name = json.loads((run.directory / "adapter_config.json").read_text())
+        assert name["base_model_name_or_path"] == str(base)
+        frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        loaded = peft.PeftModel.from_pretrained(frozen, run.directory)
+        assert torch.equal(loaded(tokens).logits, expected)
+        # transformers reads the matrices in the base's 16 bits.
+        chat = transformers.pipeline("text-generation", str(run.directory), device="cpu").model
+        torch.testing.assert_close(chat(tokens).logits, expected, rtol=0.05, atol=0.05)
+        assert not torch.allclose(expected, before, rtol=0.1)
+    torch.testing.assert_close(*answers, rtol=0.05, atol=0.05)
+
+
+def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
+    good = [json.dumps({"messages": x}) for x in CHATS * 5]
+    alone = json.dumps({"messages": CHATS[0][1:]})
+    files = {"good": good, "no_json": [*good, "{"], "no_key": ["{}"], "alone": [good[0], alone]}
+    for name, lines in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "forgets.jinja").write_text(FORGETS)
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "sft")
+    cases = {
+        "absent.jsonl": (["absent"], "line 0: FileNotFoundError"),
+        "no_json.jsonl": (["no_json"], "line 21: JSONDecodeError"),
+        "no_key.jsonl": (["no_key"], """line 1: KeyError('messages'). Each line needs {"mess"""),
+        "alone.jsonl": (["alone"], "line 2: ValueError('nothing comes before the answer')"),
+        "turns": (
+            ["good", "--chat-template", tmp_path / "forgets.jinja"],
+            "line 2: ValueError('the chat template changes earlier turns: name a file of one",
+        ),
+        "short": (["good", "--length", 2], "0 of 20 lines have an answer within --length: the tra"),
+        "no adapter": (["good", "--base-dtype", "bfloat16"], "would train in 16 bits: add lora"),
+    }
+    runs = []
+    for index, (name, *flags) in enumerate(flags for flags, _ in cases.values()):
+        flags = ["--chats", tmp_path / f"{name}.jsonl", *flags, "--cpu", "--base", base]
+        run = {"script": script, "directory": tmp_path, "processes": 1}
+        runs.append({**run, "flags": [*flags, "--batch-size", 4, "--output-dir", f"run{index}"]})
+    answers = forked(runs, tmp_path, together=2, imports=["transformers.models.llama"])
+    for (codes, output), (_, message) in zip(answers, cases.values(), strict=True):
+        assert codes == [2] and "Traceback" not in output, output
+        assert message in " ".join(output.split())
