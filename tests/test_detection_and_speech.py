@@ -405,8 +405,11 @@ def test_wrong_files_of_coco(errors, tmp_path):
         ({"images": None}, "is not in COCO's format: TypeError"),
         ({"images": []}, "has no images"),
         ({"categories": []}, "is not in COCO's format: ValueError"),
-        ({"categories": [{"id": 9}]}, "has category 9: add 1 to it"),
-        ({"annotations": [{**one, "category_id": 3}]}, "has category 3: add 1 to it"),
+        ({"categories": [{"id": 9}]}, "has category 9: choose --classes 10 or more"),
+        (
+            {"annotations": [{**one, "category_id": 3}]},
+            "has category 3: choose --classes 4 or more",
+        ),
         ({"annotations": [{**one, "image_id": 2}]}, "image_id 2, which is no image's"),
         ({"annotations": [{**one, "bbox": []}]}, "is not in COCO's format: IndexError"),
     ]

@@ -35,7 +35,7 @@ def read_coco(path, classes):
     if not images:
         exit_with_error(f"{path} has no images")
     if highest >= classes:
-        exit_with_error(f"argument --classes: {path} has category {highest}: add 1 to it")
+        exit_with_error(f"{path} has category {highest}: choose --classes {highest + 1} or more")
     return content
 
 
