@@ -95,9 +95,10 @@ class Start:
 
     def __init__(self, args, output, moment="none", number=1):
         self.args, self.output = args, output
-        directory = output.parents[1]  # not on the disk that may be full
-        self.reached, self.log = directory / "reached", directory / f"{time.time_ns()}.log"
-        self.reached.unlink(missing_ok=True)
+        self.second = None  # a start in the same directory
+        # Not on the disk that may be full.
+        self.log = output.parents[1] / f"{time.time_ns()}.log"
+        self.reached = self.log.with_suffix(".reached")
         command = [sys.executable, *TORCHRUN, args.processes, __file__, "rank", moment, number]
         command += [self.reached, args.copy, *args.flags, "--output-dir", output]
         with open(self.log, "w") as log:
@@ -137,6 +138,7 @@ class Start:
         self.code, text, name = self.launcher.wait(), self.log.read_text(), self.args.copy.stem
         own = re.findall(rf"^{re.escape(name)}: (.*)", text, re.MULTILINE)
         message = own[-1] if own else error_of(self.args.copy, text)
+        message = message if self.code else "complete"
         self.message = message.replace(socket.gethostname(), "HOST")
         begins = re.findall('"resumed_from": ([0-9]+)', text)
         self.begin = int(begins[0]) if begins else None
@@ -161,9 +163,9 @@ def strike(kind, start, rng):
             with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGINT)
     elif kind == "second start":
-        second = Start(start.args, start.output)
-        error = second.end()
-        said = second.log.read_text() + start.log.read_text()
+        start.second = Start(start.args, start.output)
+        error = start.second.end()
+        said = start.second.log.read_text() + start.log.read_text()
         alone = launcher.poll() is not None or "is in use by another run" in said
         return error if alone else "two runs in one directory"
     elif kind == "directory removed":
@@ -281,7 +283,8 @@ class Trial:
         row = {"kind": kind, "moment": moment, "call": call, "delay": delay, "exit": start.code}
         row |= {"seconds": seconds, "resumed_from": start.begin}
         row |= {"newest": self.checkpoints.resumable()[0]}
-        return row | {"message": start.message, "error": error, "log": start.log.name}, struck
+        row |= {"message": (start.second or start).message, "error": error}
+        return row | {"log": start.log.name}, struck
 
 
 def disturb(args, directory, rows):
