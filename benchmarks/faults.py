@@ -324,7 +324,7 @@ def parse_args():
     add("--output-dir", type=Path, default=Path("runs/faults"), help="folder of the runs")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
-    args.flags = ["--hang-timeout", "20", *sys.argv[at + 1 :]]
+    args.flags = ["--hang-timeout", "60", *sys.argv[at + 1 :]]
     return args
 
 
