@@ -139,7 +139,7 @@ class Start:
         own = re.findall(rf"^{re.escape(name)}: (.*)", text, re.MULTILINE)
         message = own[-1] if own else error_of(self.args.copy, text)
         message = message if self.code else "complete"
-        self.message = message.replace(socket.gethostname(), "HOST")
+        self.message = message.replace(f" on {socket.gethostname()}", " on HOST")
         begins = re.findall('"resumed_from": ([0-9]+)', text)
         self.begin = int(begins[0]) if begins else None
         first_lines = rf'^Traceback .*\n  File "[^"]*\b(?:{re.escape(name)}|faults)\.py"'
