@@ -95,9 +95,10 @@ class Start:
 
     def __init__(self, args, output, moment="none", number=1):
         self.args, self.output = args, output
-        directory = output.parents[1]  # not on the disk that may be full
-        self.reached, self.log = directory / "reached", directory / f"{time.time_ns()}.log"
-        self.reached.unlink(missing_ok=True)
+        self.second = None  # a start in the same directory
+        # Not on the disk that may be full.
+        self.log = output.parents[1] / f"{time.time_ns()}.log"
+        self.reached = self.log.with_suffix(".reached")
         command = [sys.executable, *TORCHRUN, args.processes, __file__, "rank", moment, number]
         command += [self.reached, args.copy, *args.flags, "--output-dir", output]
         with open(self.log, "w") as log:
@@ -137,7 +138,8 @@ class Start:
         self.code, text, name = self.launcher.wait(), self.log.read_text(), self.args.copy.stem
         own = re.findall(rf"^{re.escape(name)}: (.*)", text, re.MULTILINE)
         message = own[-1] if own else error_of(self.args.copy, text)
-        self.message = message.replace(socket.gethostname(), "HOST")
+        message = message if self.code else "complete"
+        self.message = message.replace(f" on {socket.gethostname()}", " on HOST")
         begins = re.findall('"resumed_from": ([0-9]+)', text)
         self.begin = int(begins[0]) if begins else None
         first_lines = rf'^Traceback .*\n  File "[^"]*\b(?:{re.escape(name)}|faults)\.py"'
@@ -161,9 +163,9 @@ def strike(kind, start, rng):
             with suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGINT)
     elif kind == "second start":
-        second = Start(start.args, start.output)
-        error = second.end()
-        said = second.log.read_text() + start.log.read_text()
+        start.second = Start(start.args, start.output)
+        error = start.second.end()
+        said = start.second.log.read_text() + start.log.read_text()
         alone = launcher.poll() is not None or "is in use by another run" in said
         return error if alone else "two runs in one directory"
     elif kind == "directory removed":
@@ -281,7 +283,8 @@ class Trial:
         row = {"kind": kind, "moment": moment, "call": call, "delay": delay, "exit": start.code}
         row |= {"seconds": seconds, "resumed_from": start.begin}
         row |= {"newest": self.checkpoints.resumable()[0]}
-        return row | {"message": start.message, "error": error, "log": start.log.name}, struck
+        row |= {"message": (start.second or start).message, "error": error}
+        return row | {"log": start.log.name}, struck
 
 
 def disturb(args, directory, rows):
@@ -321,7 +324,7 @@ def parse_args():
     add("--output-dir", type=Path, default=Path("runs/faults"), help="folder of the runs")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
-    args.flags = ["--hang-timeout", "20", *sys.argv[at + 1 :]]
+    args.flags = ["--hang-timeout", "60", *sys.argv[at + 1 :]]
     return args
 
 
