@@ -301,7 +301,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 2eeb4faf74db: identical in all recipes
+# ===================================== shared infrastructure 227219df76d2: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -371,10 +371,10 @@ class Run:
         self.config = self.describe(states["optimizer"])
         self.storage = (self.storage_type or FileStorage)(self, states)
         self.checkpoints = Checkpoints(self)
-        # Before a DataLoader starts workers: they inherit that signals do not end them.
-        self.stop = StopSignal(self.cpu_group)
         # Not an attribute: a mapped file keeps its disk space after a later save deletes it.
         checkpoint = self.checkpoints.find()
+        # Before a DataLoader starts workers: they inherit that signals do not end them.
+        self.stop = StopSignal(self.cpu_group)
         self.step = self.resumed_from = checkpoint["step"] if checkpoint else 0
         set_up()
         if checkpoint:
@@ -489,6 +489,9 @@ class Run:
         self.hang.is_paused = True  # there are no more steps
         self.save_weights("model.safetensors")
         self.metrics.finish()
+        # Then the loaders are only variables of `main`: with these their workers end. At the exit,
+        # multiprocessing would send them SIGTERM, which they block, and wait.
+        del self.train_loader
 
 
 # ------------------------------------------------------------------------------------------ metrics

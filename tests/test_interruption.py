@@ -49,6 +49,14 @@ CASES = {
 }
 
 
+def test_a_training_with_persistent_workers_ends(tmp_path):
+    """They block SIGTERM, by which multiprocessing would end them."""
+    workers = project("interruption", load_data="data_of_persistent_workers")
+    script = copy("ddp_cifar", tmp_path / "mine.py", project=workers)
+    flags = [*SMALL, "--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path / "run"]
+    run([sys.executable, script, *flags], timeout=120)
+
+
 def interrupted(case, directory):
     """Start a run that would take minutes and interrupt it when it trains. Return the exit code of
     the launcher, the checkpoints, and everything that was printed while somebody read it."""

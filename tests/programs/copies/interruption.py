@@ -25,6 +25,12 @@ def data_of_a_fork_server(args, accelerator):
     return train_loader, DataLoader(data, 64)
 
 
+def data_of_persistent_workers(args, accelerator):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.arange(64) % 10)
+    options = {"batch_size": args.batch_size, "num_workers": 1, "persistent_workers": True}
+    return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, **options)
+
+
 def main_in_the_foreground():
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
     plain_main()
