@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interrupt a copy of a recipe by random faults; compare with an undisturbed run, bit for bit.
 
-    python benchmarks/faults.py recipes/ddp_cifar.py -- --data synthetic --model simple_cnn --cpu
+    python benchmarks/faults.py recipes/ddp_cifar.py -- --data synthetic --model simple_cnn --cpu \\
+        --max-steps 100 --checkpoint-every 10 --batch-size 8
     python benchmarks/faults.py ../mine.py --faults 20 --seed 3 -- --text a.txt --cpu
 
 torchrun starts a copy, a fault happens, and the same command starts it again, until it is complete.
 Weights and evaluations then have to be those of the undisturbed run; after that it begins anew.
 Rank 0 waits until the fault has happened: in a save before the write, fsync or rename, after an
-update, or when an evaluation begins. Other faults come some seconds after the start, or within one
-after a checkpoint is read. SIGSTOP comes between saves: in one, all ranks wait for its end.
-Errors: a process that does not end, a second traceback, a failure without a fault, a start that
-does not resume the newest intact checkpoint, a difference. A full disk needs root. Writes
-runs/faults/NAME.json, and all outputs. Exit status 1: an error; the same --seed repeats it.
+update, or when an evaluation begins. Other faults come up to 8 s after the start, or up to 1 s
+after the read of a checkpoint begins. SIGSTOP comes in a step or an evaluation: in a save, all
+ranks would wait for the stopped one. Errors: a process that does not end, a second traceback, a
+failure without a fault, a start that does not resume the newest intact checkpoint, a difference. A
+full disk needs root. Writes runs/faults/NAME.json, and the output of each start into
+runs/faults/NAME/. Exit status 1: an error; the same --seed draws the same faults, as far as the
+same checkpoints exist.
 """
 
 import argparse

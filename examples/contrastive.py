@@ -5,11 +5,12 @@
 
 The paper is arXiv:2002.05709. For each view, the model has to find the other view of the image. The
 negatives are all other images of the global batch, on all processes and in all microbatches:
---global-batch-size sets their number, and any number of processes and any --batch-size train the
-same. For this each image passes the model twice. A view is a function of (seed, epoch, image).
-"recall_at_1" is the share of the views that find their partner, in a step in its global batch, in a
-test in the whole test set. The losses of both are not comparable: more negatives have a higher one.
-The model has no BatchNorm, which would normalise over a microbatch.
+--global-batch-size sets their number. With the same one, any number of processes and any
+--batch-size train the same. Each image goes through the model twice for this. A view is a function
+of (seed, epoch, image). "recall_at_1" is the share of the views that find their partner, in a step
+in its global batch, in a test in the whole test set. Do not compare the loss of a test with that of
+a step: it grows with the number of negatives. The model has no BatchNorm, which would normalise
+over a microbatch.
 
 Group: vision. Recipes: ddp, amp, sharded.
 """

@@ -20,7 +20,7 @@ torch.save(torchvision.models.detection.fcos_resnet50_fpn(weights="DEFAULT").sta
 blocks are frozen; for random weights, which train slowly, choose --norm group.
 
 An image has the same loss in any batch, since each is padded to a square. Its "weight" is its
-number of points in objects. So a global batch has torchvision's loss of it; but an image without
+number of points in objects. So the loss of a global batch is torchvision's, but an image without
 objects counts as one point. test_map is COCO's AP of the whole test set.
 
 Group: vision. Recipes: ddp, amp, sharded.

@@ -16,15 +16,15 @@
 Needs `pip install transformers`. The second command makes a tiny model with random weights, for
 which --lr is higher than for pretrained ones. The names in a line are those of
 sentence-transformers. Every tenth line is in the test set. The negatives of a pair are all others
-of the global batch, on all processes and in all microbatches: any number of processes and any
---batch-size train the same, except that microbatches of another size get other masks of dropout.
-For this each text passes the model twice. Equal texts in two pairs are negatives, too. The
-temperature is learned, but with lora constant. "recall_at_1" is the share of the anchors whose
-positive is the nearest, of the global batch or of the whole test set. The loss grows with their
-size: do not compare that of a test with that of a step.
+of the global batch, on all processes and in all microbatches. Set its size by --global-batch-size:
+then any number of processes and any --batch-size train the same, but microbatches of another size
+get other masks of dropout. Each text goes through the model twice for this. Equal texts in two
+pairs are negatives, too. The temperature is learned, but with lora constant. "recall_at_1" is the
+share of the anchors whose positive is the nearest, of the global batch or of the whole test set.
+The loss grows with their size: do not compare that of a test with that of a step.
 
-model.safetensors of a run, in a directory with the other files of --base, is loaded by
-`AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.
+Without lora, model.safetensors of a run, in a directory with the other files of --base, is loaded
+by `AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

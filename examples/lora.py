@@ -6,7 +6,9 @@ buffers alone. At the end peft's `PeftModel.from_pretrained(model, "runs/mine")`
 as an adapter. If the model is from a `from_pretrained` of transformers, adapter_config.json names
 its source, and `from_pretrained("runs/mine")` loads both. --weights names weights of the whole
 model, to begin with: then adapter_config.json names no source. nn.MultiheadAttention, such as in
-vit, is not adapted. To train other layers, or to make the matrices larger, edit `lora_config`.
+vit, is not adapted. A new head with random weights, such as that of text_classification, would be
+frozen and not saved: train it without lora. To train other layers, or to make the matrices larger,
+edit `lora_config`.
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """

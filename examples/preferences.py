@@ -14,15 +14,16 @@
         num_attention_heads=4, eos_token_id=2)).bfloat16().save_pretrained('base')"
     torchrun --nproc_per_node 2 mine.py --base base --epochs 3 --batch-size 8 --lr 1e-3
 
-Needs `pip install transformers jinja2`. The loss is of Rafailov et al. 2023, arXiv:2305.18290. In
-each line of --pairs, "chosen" and "rejected" are lists of messages, which may begin with the common
-ones, or texts; "prompt", where they begin with the answer, is a list of messages or a text. The
-last tenth is the test set. Log-probabilities are sums over what follows the common messages.
+Needs `pip install transformers jinja2`. The loss is that of Rafailov et al. 2023, arXiv:2305.18290.
+In each line of --pairs, "chosen" and "rejected" are texts or lists of messages. "prompt" is a text
+or a list of messages, and is left out if these lists begin with it. The last tenth is the test set.
+A log-probability is the sum over the answers' tokens, without the messages that both begin with.
 
-The reference is the model before its first step, with lora the one without its adapter. A new run
-first computes the reference's log-probabilities of all answers, in one pass, and checkpoints have
-them: no second model is in memory, and a resumed run computes none. --lr is 1e-6; with lora 1e-5 is
-usual. --base-dtype, and how to chat with what was trained: see the example sft.
+The reference is the model before its first step; with lora it is --base. A new run first computes
+the reference's log-probabilities of all answers, in one pass, and saves them in its checkpoints. So
+no second model is in memory, and a resumed run skips the pass. Ctrl-C in this pass saves nothing.
+The default --lr is 1e-6; with lora 1e-5 is usual. --base-dtype, and how to chat with the trained
+model: see the example sft.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

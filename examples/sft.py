@@ -20,12 +20,13 @@ template, and a tiny model with random weights. Each line of --chats has "messag
 "tools". The last tenth is the test set. Batches have chats of similar lengths, and every token of
 an answer counts once. Chats are cut at --length tokens.
 
-A pretrained model needs --lr 1e-5, the default, and with lora 2e-4. A run saves the tokenizer, too.
-With lora, `transformers.pipeline("text-generation", "runs/mine")([{"role": "user", "content":
-"3 + 4"}])` loads --base and the adapter, and answers. Without lora, first copy config.json of
---base to runs/mine. With lora, `--base-dtype bfloat16` keeps the frozen weights in 16 bits, as for
-GPUs of 24 GB, and what is trained in 32. Without lora it is an error: small updates would be
-rounded away.
+For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
+the tokenizer. With lora, `transformers.pipeline("text-generation", "runs/mine")([{"role": "user",
+"content": "3 + 4"}])` loads --base and the adapter, and answers. Without lora, first copy
+config.json of --base to runs/mine. With lora, --base-dtype bfloat16 keeps the frozen weights in 16
+bits and the trained ones in 32: less memory. Without lora it is an error, because small updates
+would be rounded away. A template that names today's date gets a fixed one, so that a resumed run
+has the same tokens.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

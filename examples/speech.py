@@ -12,9 +12,10 @@
     torchrun --nproc_per_node 2 mine.py --epochs 4 --batch-size 8 --layers 2 --width 128
 
 Wav files have 16 bits and 16 kHz; here they have a tone for each letter. A line of a list has the
-path of a file, from the list's folder, a tab, and the text. An utterance has the same loss in any
-batch. test_wer and test_cer are of all words and characters, of the characters that score highest.
-On GPUs, the gradient of torch's CTC is not deterministic: a resumed run differs by rounding.
+path of a file, relative to the list's folder, a tab, and the text. An utterance has the same loss
+in any batch. test_wer and test_cer are the shares of wrong words and characters of the whole test
+set, by greedy decoding. On GPUs, the gradient of torch's CTC is not deterministic: a resumed run
+differs by rounding.
 
 Group: speech. Recipes: ddp, amp, sharded.
 """
@@ -34,7 +35,7 @@ def add_flags(parser):
     add = parser.add_argument
     add("--train", default="train.tsv", help="list: path, tab, text in each line (train.tsv)")
     add("--test", default="test.tsv", help="a list for evaluation (test.tsv)")
-    add("--characters", default=" 'abcdefghijklmnopqrstuvwxyz", help="of the texts (default: a-z)")
+    add("--characters", default=" 'abcdefghijklmnopqrstuvwxyz", help="default: a-z, space and '")
     add("--width", type=int, default=256, help="of the model (256)")
     add("--layers", type=int, default=8, help="of the model (8)")
     parser.set_defaults(lr=5e-4)

@@ -14,9 +14,9 @@ torch.save(torchvision.models.vit_b_16(weights="DEFAULT").state_dict(), "vit_b_1
 then names the head as not loaded: it is for your classes.
 
 Each photo is mixed with a random other one of the training set, by MixUp (Zhang et al. 2018,
-arXiv:1710.09412) or CutMix (Yun et al. 2019, arXiv:1905.04899): both are read, so that the loading
-of data takes twice as long. --mixed 0 mixes none. Each layer's learning rate is --layer-decay times
-that of the next one, and --lr in the head (Clark et al. 2020, arXiv:2003.10555).
+arXiv:1710.09412) or CutMix (Yun et al. 2019, arXiv:1905.04899): both are read, so loading takes
+about twice as long. --mixed 0 mixes none. Each layer's learning rate is --layer-decay times that of
+the next one, and --lr in the head (Clark et al. 2020, arXiv:2003.10555).
 
 Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """

@@ -82,8 +82,8 @@ def test_a_pipeline_is_cut_where_its_stages_take_equal_time(tmp_path, monkeypatc
 
 
 def test_the_table_of_chat_models(monkeypatch, capsys):
-    """Of one whose weights are nearly all of its memory: 16 bytes each and 4 in DDP's buckets, or
-    with lora those of its type."""
+    """Of one whose weights are nearly all of its memory: 16 bytes each, or with lora those of its
+    type."""
     shape = {"hidden_size": 2048, "num_hidden_layers": 2, "head_dim": 64}
     monkeypatch.setattr(memory, "LLAMAS", {"1B": shape})
     monkeypatch.setattr(memory, "TOKENS", 8)
@@ -94,5 +94,8 @@ def test_the_table_of_chat_models(monkeypatch, capsys):
     found = [float(row.rpartition("| ")[2].strip("* |")) for row in rows]
     layer = 2048 * (2048 + 2 * 512 + 2048 + 3 * 8192)
     weights = (128256 * 2048 + 2 * layer) / 2**30
-    assert found == pytest.approx([20 * weights, 4 * weights, 2 * weights], rel=0.1)
+    largest = 128256 * 2048 / 2**30
+    # In fp32 weight, gradient and AdamW's two states; besides temporaries, of one tensor at a time.
+    assert 16 * weights <= found[0] <= 16 * weights + 4 * 4 * largest
+    assert found[1:] == pytest.approx([4 * weights, 2 * weights], rel=0.1)
     assert all("**" in row for row in rows)

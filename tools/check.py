@@ -55,8 +55,8 @@ MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "sample
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
 FROM_THE_START = "differs at step 1"
-EQUAL_NUMBERS = "Equal numbers of processes train the same. If the loss gathers samples of all "
-EQUAL_NUMBERS += "ranks, as negatives, no others can be compared: --processes {}"
+EQUAL_NUMBERS = "Equal numbers of processes train the same. If the loss depends on the "
+EQUAL_NUMBERS += "microbatches of all ranks, no others can be compared: --processes {}"
 CAUSES = "Known causes and their remedies: docs/adapting.md, make check"
 
 
