@@ -50,7 +50,7 @@ def add_flags(parser):
     add("--size", type=int, default=800, help="longest side of an image in the model (800)")
     add("--resnet", type=int, choices=(18, 34, 50, 101, 152), default=50, help="layers (50)")
     add("--norm", choices=("batch", "group"), default="batch", help="batch (default): frozen")
-    parser.set_defaults(lr=1e-4)
+    parser.set_defaults(lr=1e-4, batch_size=4, epochs=12)
 
 
 def load_data(args, accelerator):

@@ -15,13 +15,14 @@
 
 Needs `pip install transformers`. The second command makes a tiny model with random weights, for
 which --lr is higher than for pretrained ones. The names in a line are those of
-sentence-transformers. Every tenth line is in the test set. The negatives of a pair are all others
-of the global batch, on all processes and in all microbatches. Set its size by --global-batch-size:
-then any number of processes and any --batch-size train the same, but microbatches of another size
-get other masks of dropout. Each text goes through the model twice for this. Equal texts in two
-pairs are negatives, too. The temperature is learned, but with lora constant. "recall_at_1" is the
-share of the anchors whose positive is the nearest, of the global batch or of the whole test set.
-The loss grows with their size: do not compare that of a test with that of a step.
+sentence-transformers. Every tenth line, but at most 5,000 of them, is in the test set. The
+negatives of a pair are all others of the global batch, on all processes and in all microbatches.
+Set its size by --global-batch-size: then any number of processes and any --batch-size train the
+same, but microbatches of another size get other masks of dropout. Each text goes through the model
+twice for this. Equal texts in two pairs are negatives, too. The temperature is learned, but with
+lora constant. "recall_at_1" is the share of the anchors whose positive is the nearest, of the
+global batch or of the whole test set. The loss grows with their size: do not compare that of a test
+with that of a step.
 
 Without lora, model.safetensors of a run, in a directory with the other files of --base, is loaded
 by `AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.
@@ -47,7 +48,7 @@ def add_flags(parser):
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
     parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text, at most (128)")
-    parser.set_defaults(lr=2e-5)  # usual for pretrained weights
+    parser.set_defaults(lr=2e-5, epochs=3)  # usual for pretrained weights
 
 
 def load_data(args, accelerator):
@@ -62,10 +63,11 @@ def load_data(args, accelerator):
         columns = [[torch.tensor(tokens) for tokens in column] for column in columns]
         return tuple(nn.utils.rnn.pad_sequence(x, True, padding_value=-100) for x in columns)
 
-    train = [pair for index, pair in enumerate(pairs) if index % 10]
+    every = max(10, len(pairs) // 5000)  # test pairs are compared with all others
+    train = [pair for index, pair in enumerate(pairs) if index % every]
     options = {"batch_size": args.batch_size, "collate_fn": tokenize}
     train_loader = DataLoader(train, shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(pairs[::10], **options)
+    return train_loader, DataLoader(pairs[::every], **options)
 
 
 def with_pairs(model):

@@ -33,7 +33,7 @@ def add_flags(parser):
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
     parser.add_argument("--text", default="text.txt", help="a file (text.txt)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (128)")
-    parser.set_defaults(lr=1e-5)  # usual for pretrained weights
+    parser.set_defaults(lr=1e-5, batch_size=8, epochs=3)  # usual for pretrained weights
 
 
 def load_data(args, accelerator):

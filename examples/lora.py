@@ -2,13 +2,13 @@
 """LoRA: each linear layer and convolution gets two small matrices (peft). Only these are trained.
 
 Needs `pip install peft`. Checkpoints and model.safetensors hold the trained parameters and the
-buffers alone. At the end peft's `PeftModel.from_pretrained(model, "runs/mine")` loads the matrices
-as an adapter. If the model is from a `from_pretrained` of transformers, adapter_config.json names
-its source, and `from_pretrained("runs/mine")` loads both. --weights names weights of the whole
-model, to begin with: then adapter_config.json names no source. nn.MultiheadAttention, such as in
-vit, is not adapted. A new head with random weights, such as that of text_classification, would be
-frozen and not saved: train it without lora. To train other layers, or to make the matrices larger,
-edit `lora_config`.
+buffers alone. At the end peft's `PeftModel.from_pretrained(model, "runs/mine/adapter")` loads the
+adapter. If the model is from a `from_pretrained` of transformers, adapter_config.json names its
+source, and `from_pretrained("runs/mine/adapter")` loads both. --weights names weights of the whole
+model, to begin with: then adapter_config.json names no source. A head with one of the names in
+`HEADS` is trained and saved as a whole: edit it if yours has another name. nn.MultiheadAttention,
+such as in vit, is not adapted. To train other layers, or to make the matrices larger, edit
+`lora_config`.
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 ADAPTED = nn.Linear | nn.Conv2d
+HEADS = ("classifier", "score")  # new ones of transformers, with random weights
 
 
 def lora_config(layers):
@@ -33,12 +34,13 @@ def with_lora(model):
     kept = {x.weight for x in model.modules() if isinstance(x, nn.Embedding)}  # also a tied head's
     attention = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
     kept |= {x.out_proj.weight for x in attention}  # which it reads: a matrix would have no effect
-    modules = model.named_modules()
+    modules = [(k, x) for k, x in model.named_modules() if not k.startswith(HEADS)]
     layers = [name for name, x in modules if isinstance(x, ADAPTED) and x.weight not in kept]
     model = inject_adapter_in_model(lora_config(layers), model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # peft gives it the type of the layer's weight
-            parameter.data = parameter.data.float()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or name.startswith(HEADS):
+            parameter.requires_grad_(True)
+            parameter.data = parameter.data.float()  # peft takes the type of the layer's weight
     return model
 
 
@@ -56,16 +58,19 @@ def leave_out_frozen(model):
 
 
 def save_adapter(accelerator, model, args):
-    """Write what model.safetensors has of the matrices in the form that peft reads."""
+    """Write what model.safetensors has of the matrices and of a head as peft reads it."""
     if not accelerator.is_main_process:
         return
     weights = load_file(Path(args.output_dir, "model.safetensors"))
-    matrices = {name: x for name, x in weights.items() if ".lora_" in name}
-    layers = sorted({name.partition(".lora_")[0] for name in matrices})
-    names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in matrices}
-    path = Path(args.output_dir, "adapter_model.safetensors")
-    save_file({names[name]: x for name, x in matrices.items()}, path)
-    config = lora_config(layers)
+    trained = {k: x for k, x in weights.items() if ".lora_" in k or k.startswith(HEADS)}
+    names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in trained}
+    folder = Path(args.output_dir, "adapter")
+    folder.mkdir(exist_ok=True)
+    save_file({names[k]: x for k, x in trained.items()}, folder / "adapter_model.safetensors")
+    config = lora_config(sorted({k.partition(".lora_")[0] for k in trained if ".lora_" in k}))
+    config.modules_to_save = [x for x in HEADS if any(k.startswith(x) for k in trained)] or None
     if not args.weights:  # they are not those of the name
         config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
-    config.save_pretrained(args.output_dir)
+    config.save_pretrained(folder)
+    # Beside weights that are not whole, transformers would take others at random.
+    Path(args.output_dir, "config.json").unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def add_flags(parser):
     add_chat_flags(parser)
     parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
     parser.add_argument("--beta", type=float, default=0.1, help="higher: nearer to --base (0.1)")
-    parser.set_defaults(lr=1e-6)
+    parser.set_defaults(lr=1e-6, batch_size=2, epochs=1)
 
 
 def load_data(args, accelerator):

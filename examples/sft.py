@@ -21,12 +21,12 @@ template, and a tiny model with random weights. Each line of --chats has "messag
 an answer counts once. Chats are cut at --length tokens.
 
 For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
-the tokenizer. With lora, `transformers.pipeline("text-generation", "runs/mine")([{"role": "user",
-"content": "3 + 4"}])` loads --base and the adapter, and answers. Without lora, first copy
-config.json of --base to runs/mine. With lora, --base-dtype bfloat16 keeps the frozen weights in 16
-bits and the trained ones in 32: less memory. Without lora it is an error, because small updates
-would be rounded away. A template that names today's date gets a fixed one, so that a resumed run
-has the same tokens.
+the tokenizer and config.json: `transformers.pipeline("text-generation", "runs/mine")([{"role":
+"user", "content": "3 + 4"}])` answers. With lora it is `pipeline("text-generation",
+"runs/mine/adapter", tokenizer="runs/mine")`, which loads --base and the adapter. With lora,
+--base-dtype bfloat16 keeps the frozen weights in 16 bits and the trained ones in 32: less memory.
+Without lora it is an error, because small updates would be rounded away. A template that names
+today's date gets a fixed one, so that a resumed run has the same tokens.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -44,7 +44,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
     parser.add_argument("--chats", default="chats.jsonl", help="JSON lines (chats.jsonl)")
-    parser.set_defaults(lr=1e-5)  # usual for pretrained weights
+    parser.set_defaults(lr=1e-5, batch_size=4, epochs=3)  # usual for pretrained weights
 
 
 def load_data(args, accelerator):

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from ddp_cifar import exit_with_error
 from language_model import make_optimizer
 from lib.order import Ordered, by_length
 from lib.utterances import MELS, Utterances, padded, wrong_and_all
@@ -78,6 +79,8 @@ class Recognizer(nn.Module):
 
 
 def build_model(args):
+    if args.width % 16:
+        exit_with_error("argument --width: choose a multiple of 16")
     return Recognizer(args.width, args.layers, 1 + len(args.characters))
 
 

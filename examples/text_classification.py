@@ -18,7 +18,7 @@ weights, for which --lr is higher than for pretrained ones. --train and --test a
 JSON lines; --text and --label are their columns. Labels are strings or integers. Each batch is
 padded to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the test set
 or in its predictions. Tokenizer and config.json, with the names of the classes, are in the output
-directory: `transformers.pipeline("text-classification", "runs/mine")` uses the trained model.
+directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the model.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -41,7 +41,7 @@ def add_flags(parser):
     add("--text", default="text", help="the column of texts (text)")
     add("--label", default="label", help="the column of labels (label)")
     add("--length", type=int, default=512, help="tokens of a text at most (512)")
-    parser.set_defaults(lr=2e-5)  # usual for pretrained weights
+    parser.set_defaults(lr=2e-5, batch_size=32, epochs=3)  # usual for pretrained weights
 
 
 def tokenizer_and_config(args):

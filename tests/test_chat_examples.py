@@ -248,13 +248,15 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         trained.load_state_dict(weights, strict=False)
         expected = trained(tokens).logits
         answers.append(expected)
-        name = json.loads((run.directory / "adapter_config.json").read_text())
+        adapter = run.directory / "adapter"
+        name = json.loads((adapter / "adapter_config.json").read_text())
         assert name["base_model_name_or_path"] == str(base)
         frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-        loaded = peft.PeftModel.from_pretrained(frozen, run.directory)
+        loaded = peft.PeftModel.from_pretrained(frozen, adapter)
         assert torch.equal(loaded(tokens).logits, expected)
         # transformers reads the matrices in the base's 16 bits.
-        chat = transformers.pipeline("text-generation", str(run.directory), device="cpu").model
+        options = {"tokenizer": str(run.directory), "device": "cpu"}
+        chat = transformers.pipeline("text-generation", str(adapter), **options).model
         torch.testing.assert_close(chat(tokens).logits, expected, rtol=0.05, atol=0.05)
         assert not torch.allclose(expected, before, rtol=0.1)
     torch.testing.assert_close(*answers, rtol=0.05, atol=0.05)
@@ -270,7 +272,7 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     script = tmp_path / "mine.py"
     make(script, "ddp", "sft")
     cases = {
-        "absent.jsonl": (["absent"], "line 0: FileNotFoundError"),
+        "absent.jsonl": (["absent"], "absent.jsonl: No such file"),
         "no_json.jsonl": (["no_json"], "line 21: JSONDecodeError"),
         "no_key.jsonl": (["no_key"], """line 1: KeyError('messages'). Each line needs {"mess"""),
         "alone.jsonl": (["alone"], "line 2: ValueError('nothing comes before the answer')"),

@@ -231,7 +231,7 @@ def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
     lora.save_adapter(SimpleNamespace(is_main_process=True), trained, args)
     inputs = torch.randn(5, 4)
     expected = plain(inputs)
-    loaded = peft.PeftModel.from_pretrained(plain, tmp_path)(inputs)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")(inputs)
     torch.testing.assert_close(loaded, trained(inputs))
     assert not torch.allclose(loaded, expected)
 
@@ -260,10 +260,11 @@ def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
         (1, scripts[0], [*flags, *of_weights]),
     )
     for run in runs:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(run.directory).state_dict()
+        adapter = run.directory / "adapter"
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(adapter).state_dict()
         trained = {name: loaded[name] for name in run.weights}
         torch.testing.assert_close(trained, run.weights, rtol=0, atol=0)
-    config = json.loads((other.directory / "adapter_config.json").read_text())
+    config = json.loads((other.directory / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None
 
 

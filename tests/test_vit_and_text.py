@@ -356,6 +356,33 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
         assert run.summary["test_accuracy"] == pytest.approx(right / 43, abs=1e-6)
 
 
+def test_an_adapter_has_the_new_head_of_a_classifier(base, tmp_path):
+    """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
+    import transformers
+
+    for name, samples in {"train": texts(128, seed=1), "test": texts(43, seed=2)}.items():
+        lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "text_classification", "lora")
+    flags = ["--cpu", "--base", base, "--batch-size", 16, "--lr", 1e-2, "--epochs", 2]
+    flags += ["--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl"]
+    (run,) = train_forked(tmp_path, (1, script, flags))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        auto = transformers.AutoModelForSequenceClassification
+        model = auto.from_pretrained(run.directory / "adapter", num_labels=3).eval()
+        right = 0
+        for text, label in samples:
+            with torch.no_grad():
+                found = model(**tokenizer(text, return_tensors="pt")).logits.argmax().item()
+            right += sorted(WORDS)[found] == label
+        assert right / 43 == pytest.approx(run.summary["test_accuracy"], abs=1e-6)
+    with pytest.raises(ValueError, match="Unrecognized model"):  # not with other weights at random
+        auto.from_pretrained(run.directory)
+
+
 WRONG = {
     "a.parquet has no column label, but text, stars": {"text": ["a"], "stars": [1]},
     "a.parquet: values are missing in text": {"text": ["a", None], "label": [1, 2]},

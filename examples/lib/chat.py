@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ddp_cifar import RANK, exit_with_error, say
 
@@ -33,6 +33,7 @@ def chat_tokenizer(args, accelerator):
         exit_with_error(f"{args.base} has no chat template: name a file of one by --chat-template")
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
+        AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
     return tokenizer
 
 
@@ -46,6 +47,8 @@ def read_chats(path, args, form, make_sample):
             for line in file:
                 number += 1
                 samples.append(make_sample(json.loads(line)))
+    except OSError as error:
+        exit_with_error(f"{path}: {error.strerror}")
     except Exception as error:  # templates raise many types
         exit_with_error(f"{path}, line {number}: {error!r:.200}. Each line needs {form}")
     kept = [sample for sample in samples if sample is not None]
@@ -58,7 +61,7 @@ def read_chats(path, args, form, make_sample):
 
 
 def tokenized(tokenizer, messages, args, tools=None, first=0):
-    """Return (N, 2) int64: each token of a conversation, and its target, which is the next token if
+    """Return (N, 2) int32: each token of a conversation, and its target, which is the next token if
     that is of an answer (of message `first` or later) and of what ends it, or else -100. None if
     there are no targets.
 
@@ -87,13 +90,13 @@ def tokenized(tokenizer, messages, args, tools=None, first=0):
             raise ValueError(f"the chat template changes earlier turns: {remedy}")
         own = (len(prompt) <= begins) & (begins < len(answer))
         targets[own] = tokens[own]
-    sample = torch.stack([tokens[:-1], targets[1:]], dim=1)[: args.length]
+    sample = torch.stack([tokens[:-1], targets[1:]], dim=1)[: args.length].int()
     return sample if (sample[:, 1] != -100).any() else None
 
 
 def padded(samples):
-    """Return (B, longest, 2), with -100 behind the shorter ones."""
-    return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
+    """Return (B, longest, 2) int64, with -100 behind the shorter ones."""
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100).long()
 
 
 def token_losses(model, samples):

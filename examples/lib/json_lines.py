@@ -13,7 +13,8 @@ def texts_of(path, flag, *names):
     try:
         with open(path, encoding="utf-8") as file:
             for line in file:
-                texts = [json.loads(line)[name] for name in names]
+                row = json.loads(line)
+                texts = [row[name] for name in names]
                 if not all(text.strip() for text in texts):
                     raise ValueError("an empty text")
                 rows.append(tuple(texts))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts and their labels, of Parquet files or JSON lines, for text_classification.py."""
 
+from pyarrow import ArrowInvalid
 from pyarrow.json import read_json
 from pyarrow.parquet import read_table
 
@@ -9,7 +10,10 @@ from ddp_cifar import exit_with_error
 
 def columns(path, args):
     """Return the texts and the labels of a file, as lists."""
-    table = read_table(path) if path.endswith(".parquet") else read_json(path)
+    try:
+        table = read_table(path) if path.endswith(".parquet") else read_json(path)
+    except (OSError, ArrowInvalid) as error:
+        exit_with_error(f"cannot read {path}: {error}")
     for name in (args.text, args.label):
         if name not in table.column_names:
             exit_with_error(f"{path} has no column {name}, but {', '.join(table.column_names)}")

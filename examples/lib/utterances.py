@@ -109,6 +109,7 @@ def edits(one, other):
 def wrong_and_all(best, lengths, texts, sizes, characters):
     """Return (B, 4) int64: an utterance's wrong words, all words, wrong characters, and all. `best`
     are the outputs with the highest scores, of which each utterance has the first `lengths`."""
+    best, lengths, texts, sizes = (x.cpu() for x in (best, lengths, texts, sizes))
     rows = []
     for x, length, text, size in zip(best, lengths, texts, sizes, strict=True):
         pair = text[:size], x[:length].unique_consecutive()
