@@ -33,7 +33,7 @@ class Encoder(nn.Sequential):
 
     def forward(self, views):
         images = views.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        outputs = F.normalize(super().forward(images).float()) / TEMPERATURE**0.5
+        outputs = F.normalize(super().forward(images)) / TEMPERATURE**0.5
         return outputs.unflatten(0, (-1, 2))
 
 

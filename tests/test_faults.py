@@ -36,7 +36,12 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("name", COPIES)
+def case(name):
+    """A parameter of the test. A run by `make test` of a good copy and of one broken is enough."""
+    return pytest.param(name, marks=[pytest.mark.twin] * (name in ("removed", "littering")))
+
+
+@pytest.mark.parametrize("name", map(case, COPIES))
 def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_path):
     """The seed is one whose faults come after a checkpoint."""
     recipe, kinds, faults, processes, replacements, project, error = COPIES[name]

@@ -41,7 +41,11 @@ def lint(directory):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("recipe", new.RECIPES)
+# amp takes the functions and hunks that ddp takes.
+AMP = pytest.param("amp", marks=pytest.mark.twin)
+
+
+@pytest.mark.parametrize("recipe", [AMP if x == "amp" else x for x in new.RECIPES])
 def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates(
     recipe, make, tmp_path
 ):
