@@ -41,7 +41,7 @@ def case(name):
     return pytest.param(name, marks=[pytest.mark.twin] * (name in ("removed", "littering")))
 
 
-@pytest.mark.parametrize("name", map(case, COPIES))
+@pytest.mark.parametrize("name", [case(x) for x in COPIES])
 def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_path):
     """The seed is one whose faults come after a checkpoint."""
     recipe, kinds, faults, processes, replacements, project, error = COPIES[name]
