@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import memory
@@ -27,8 +28,8 @@ from rich.console import Console
 from rich.text import Text
 
 RESULTS = ROOT / "benchmarks/results"
-LONG = RESULTS / "accuracy/ten-0.1-0.json"
-LONG_COMMIT = "4546261"  # which added it
+LONG = RESULTS / "accuracy/resnet20-0.json"
+LAUNCH = "accelerate launch --config_file accelerate_configs/"
 PICTURES = ROOT / "docs/pictures"
 SCREEN = RESULTS / "screen.txt"
 SCREEN_COMMAND = (
@@ -40,9 +41,11 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "doc
 
 
 def launch_line(summary):
-    """Return the command behind a summary, without the seed, with today's flags."""
-    line = f"accelerate launch --config_file accelerate_configs/{summary['world_size']}gpu.yaml "
-    line += f"recipes/{summary['recipe']}.py --stem {summary['stem']} --epochs {summary['epochs']}"
+    """Return the end of the command behind a summary, without the seed, with today's flags."""
+    name = summary["recipe"]
+    line = f"{summary['world_size']}gpu.yaml {'recipes/' * name.endswith('_cifar')}{name}.py"
+    line += f" --stem {summary['stem']}" if "stem" in summary else ""
+    line += f" --epochs {summary['epochs']}"
     # The first one's name was accumulation_steps on 2026-11-22.
     if max(summary.get(name, 1) for name in ("accumulation", "accumulation_steps")) > 1:
         line += f" --global-batch-size {summary['global_batch_size']}"
@@ -59,14 +62,12 @@ def accuracy_table(directory):
     runs = {}
     for path in sorted(directory.glob("*.json")):
         summary = json.loads(path.read_text())
-        program, flags = launch_line(summary).split(" --stem ")
-        runs.setdefault((program, summary["epochs"], flags), []).append(summary)
-    [program] = {program for program, *_ in runs}
-    lines = [f"| test accuracy | seeds | `{program}` with |", "| ---: | --- | --- |"]
-    for (_, _, flags), summaries in sorted(runs.items()):
+        runs.setdefault((summary["epochs"], launch_line(summary)), []).append(summary)
+    lines = [f"| test accuracy | seeds | `{LAUNCH}`... |", "| ---: | --- | --- |"]
+    for (_, line), summaries in sorted(runs.items()):
         values = ", ".join(f"{summary['test_accuracy']:.1%}" for summary in summaries)
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
-        lines.append(f"| {values} | {seeds} | `--stem {flags}` |")
+        lines.append(f"| {values} | {seeds} | `{line}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -85,11 +86,9 @@ def draw_curve(summary, metrics, path):
         epochs = [line["step"] / summary["steps_per_epoch"] for line in chosen]
         percent = [100 * line[name] for line in chosen]
         axes.plot(epochs, percent, label=labels[event], linewidth=1 if event == "train" else 2)
-    title = (
-        "{recipe}, {precision}, {world_size} processes; {model}, {stem} stem, batch {batch_size} "
-        "per process\n{date}, {device}, published by commit "
-    ).format(**summary)
-    axes.set_title(title + LONG_COMMIT, fontsize="medium")
+    title = "{recipe}, {precision}, {world_size} processes, batch {batch_size} per process\n"
+    title += f"{date.fromtimestamp(lines[-1]['time'])}, {{device}}, commit {{commit:.7}}"
+    axes.set_title(title.format(**summary), fontsize="medium")
     axes.set(xlabel="epoch", ylabel="accuracy in %", ylim=(0, 100))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
