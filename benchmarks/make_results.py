@@ -170,7 +170,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--publish", type=Path, metavar="PATH", help="the .json that bench.py has written")
-    add("--memory", action="store_true", help="compute memory.md again")
+    add("--memory", action="store_true", help="compute memory.md and chats.md again")
     add("--pictures", action="store_true", help="draw docs/pictures and screen.svg again")
     args = parser.parse_args()
     problem = publish(args.publish, RESULTS) if args.publish else None
@@ -179,6 +179,7 @@ def main():
     if args.memory:
         sys.argv = sys.argv[:1]
         (RESULTS / "memory.md").write_text(memory_page())
+        (RESULTS / "chats.md").write_text("\n".join(memory.lines_of_chat()) + "\n")
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
     draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg")
     if args.pictures:
