@@ -28,17 +28,21 @@ def lora_config(layers):
     return LoraConfig(r=8, lora_alpha=16, target_modules=layers)
 
 
+def in_head(name):
+    return name.partition(".")[0] in HEADS
+
+
 def with_lora(model):
     """Return the model with frozen weights and, in its layers, the trained matrices, in fp32. Its
     class and its methods stay the same."""
     kept = {x.weight for x in model.modules() if isinstance(x, nn.Embedding)}  # also a tied head's
     attention = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
     kept |= {x.out_proj.weight for x in attention}  # which it reads: a matrix would have no effect
-    modules = [(k, x) for k, x in model.named_modules() if not k.startswith(HEADS)]
+    modules = [(k, x) for k, x in model.named_modules() if not in_head(k)]
     layers = [name for name, x in modules if isinstance(x, ADAPTED) and x.weight not in kept]
     model = inject_adapter_in_model(lora_config(layers), model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or name.startswith(HEADS):
+        if parameter.requires_grad or in_head(name):
             parameter.requires_grad_(True)
             parameter.data = parameter.data.float()  # peft takes the type of the layer's weight
     return model
@@ -62,13 +66,13 @@ def save_adapter(accelerator, model, args):
     if not accelerator.is_main_process:
         return
     weights = load_file(Path(args.output_dir, "model.safetensors"))
-    trained = {k: x for k, x in weights.items() if ".lora_" in k or k.startswith(HEADS)}
+    trained = {k: x for k, x in weights.items() if ".lora_" in k or in_head(k)}
     names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in trained}
     folder = Path(args.output_dir, "adapter")
     folder.mkdir(exist_ok=True)
     save_file({names[k]: x for k, x in trained.items()}, folder / "adapter_model.safetensors")
     config = lora_config(sorted({k.partition(".lora_")[0] for k in trained if ".lora_" in k}))
-    config.modules_to_save = [x for x in HEADS if any(k.startswith(x) for k in trained)] or None
+    config.modules_to_save = sorted({k.partition(".")[0] for k in trained if in_head(k)}) or None
     if not args.weights:  # they are not those of the name
         config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     config.save_pretrained(folder)

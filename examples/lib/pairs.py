@@ -55,6 +55,7 @@ class Reference:
     @torch.no_grad()
     def compute(self, run, model):
         """Pass over all pairs, each once. A signal ends the run after a batch."""
+        modes = {module: module.training for module in model.modules()}  # as `evaluate` does
         model.eval()
         for pairs, of_pairs in zip(self.pairs, self.loaders, strict=True):
             rows = []
@@ -66,4 +67,5 @@ class Reference:
             pairs.reference.copy_(torch.cat(rows))
         if hasattr(model, "reshard"):  # FSDP keeps the root's parameters for a backward pass
             model.reshard()
-        model.train()
+        for module, mode in modes.items():
+            module.training = mode
