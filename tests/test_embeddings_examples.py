@@ -15,6 +15,7 @@ from conftest import (
     Exit,
     assert_same_training,
     exit_by_exception,
+    project,
     train_forked,
 )
 from torch.nn import functional as F
@@ -23,97 +24,29 @@ from lib import json_lines, negatives
 
 pytestmark = pytest.mark.slow
 
-# The whole global batch at once, by plain autograd and other formulas, on one process. The seeds
-# are those of the recipe, for dropout.
-REFERENCE = """
-def train_step(run, model, optimizer, scheduler, microbatches):
-    parts = []
-    for index, batch in enumerate(microbatches):
-        seed_rng(run.args.seed, run.step, index)
-        parts.append(model(*batch))
-    values = of_all(torch.cat(parts))
-    values["loss"].mean().backward()
-    grad_norm = total_norm(p.grad for p in model.parameters() if p.grad is not None)
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    return [{name: x.detach() for name, x in values.items()}], grad_norm
-
-
-def test_metrics(outputs, args):
-    assert len(outputs) == len({tuple(x.flatten().tolist()) for x in outputs})
-    return {name: x.double().mean() for name, x in of_all(torch.stack(outputs)).items()}
-"""
-TEXTS = """
-def of_all(pairs):
-    products = (pairs[:, None, 0] * pairs[None, :, 1]).sum(2)
-    own = products.diagonal()
-    losses = (products.logsumexp(0) + products.logsumexp(1)) / 2 - own
-    return {"loss": losses, "recall_at_1": (products <= own[:, None]).all(1)}
-"""
-IMAGES = """
-def of_all(pairs):
-    views = pairs.flatten(0, 1)
-    products = (views[:, None] * views).sum(2)
-    products = products - torch.diag(torch.full((len(views),), math.inf, dtype=products.dtype))
-    partner = products[range(len(views)), [index ^ 1 for index in range(len(views))]]
-    losses = products.logsumexp(1) - partner
-    found = (products <= partner[:, None]).all(1).double()
-    return {"loss": losses.view(-1, 2).mean(1), "recall_at_1": found.view(-1, 2).mean(1)}
-"""
-MODEL_IN_FLOAT64 = """
-float32_model = build_model
-
-
-def build_model(args):
-    return float32_model(args).double()
-"""
-IMAGES_IN_FLOAT64 = """
-float32_items = ImageTensors.__getitems__
-
-
-def float64_items(images, indices):
-    pixels, labels = float32_items(images, indices)
-    return pixels.double(), labels
-
-
-ImageTensors.__getitems__ = float64_items
-"""
-# As in fp16 on a GPU. Autocast leaves float64 as it is.
-SCALED = """
-plain_accelerator = Accelerator
-
-
-def set_precision(args):
-    args.precision = "fp16"
-    return "by a test"
-
-
-def Accelerator(**options):
-    accelerator = plain_accelerator(**options)
-    accelerator.native_amp = True
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return accelerator
-"""
+# The whole global batch at once, by plain autograd and other formulas, on one process.
+WHOLE = {"train_step": "whole_step", "test_metrics": "whole_metrics"}
+TEXTS = {"build_model": "model_in_float64"}
+IMAGES = {**TEXTS, "of_all": "of_images", "main": "main_with_images_in_float64"}
+SCALED = project("amp", compute_loss="plain_loss")  # as in fp16; autocast leaves float64 as it is
 train = partial(train_forked, imports=["transformers.models.bert.modeling_bert", "peft"])
 FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16]
 
 
-def written(path, recipe, task, *projects, in_parts=True):
-    """Write a copy with these definitions behind its own. `in_parts`: few rows at a time."""
+def written(path, recipe, task, chosen, more=""):
+    """Write a copy that compares few rows at a time, with definitions of programs/copies."""
     make(path, recipe, task)
     text = path.read_text()
-    replaced = [("ROWS = 1024", "ROWS = 5")] * in_parts
-    replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")] * (
-        task == "embeddings" and MODEL_IN_FLOAT64 in projects
-    )
+    replaced = [("ROWS = 1024", "ROWS = 5")]
+    if task == "embeddings" and "build_model" in chosen:
+        replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
     # 53 samples do not fill the last batch of a test.
     replaced += [("synthetic_images(64, ", "synthetic_images(53, ")] * (task == "contrastive")
     for old, new in replaced:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     end = '\n\nif __name__ == "__main__":'
-    path.write_text(text.replace(end, f"{''.join(projects)}\n{end}"))
+    path.write_text(text.replace(end, f"{project('whole_batch', **chosen)}{more}\n{end}"))
     return path
 
 
@@ -159,11 +92,10 @@ def texts(tmp_path_factory):
 def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
     """Embeddings of texts, on 1, 2 and 4 processes, in 1 to 8 microbatches, sharded, and with a
     scaled loss."""
-    double = (TEXTS, MODEL_IN_FLOAT64)
-    reference = written(tmp_path / "whole.py", "ddp", "embeddings", *double, REFERENCE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", *double)
-    sharded = written(tmp_path / "sharded.py", "sharded", "embeddings", *double)
-    amp = written(tmp_path / "amp.py", "amp", "embeddings", *double, SCALED)
+    reference = written(tmp_path / "whole.py", "ddp", "embeddings", TEXTS | WHOLE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", TEXTS)
+    sharded = written(tmp_path / "sharded.py", "sharded", "embeddings", TEXTS)
+    amp = written(tmp_path / "amp.py", "amp", "embeddings", TEXTS, SCALED)
     expected, *results = train(
         tmp_path,
         (1, reference, [*texts.flags, "--batch-size", 16]),
@@ -183,10 +115,9 @@ def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp
 
 def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path):
     """Views of images: another size of microbatches changes no random number."""
-    double = (IMAGES, MODEL_IN_FLOAT64, IMAGES_IN_FLOAT64)
-    reference = written(tmp_path / "whole.py", "ddp", "contrastive", *double, REFERENCE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "contrastive", *double)
-    sharded = written(tmp_path / "sharded.py", "sharded", "contrastive", *double)
+    reference = written(tmp_path / "whole.py", "ddp", "contrastive", IMAGES | WHOLE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "contrastive", IMAGES)
+    sharded = written(tmp_path / "sharded.py", "sharded", "contrastive", IMAGES)
     flags = ["--data", "synthetic", *FLAGS]
     expected, *results = train(
         tmp_path,
@@ -201,9 +132,8 @@ def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path)
 
 
 def test_both_passes_have_the_same_dropout(texts, tmp_path):
-    double = (TEXTS, MODEL_IN_FLOAT64)
-    reference = written(tmp_path / "whole.py", "ddp", "embeddings", *double, REFERENCE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", *double)
+    reference = written(tmp_path / "whole.py", "ddp", "embeddings", TEXTS | WHOLE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", TEXTS)
     without, expected, *results = train(
         tmp_path,
         (1, reference, [*texts.flags, "--batch-size", 4]),
@@ -218,8 +148,8 @@ def test_both_passes_have_the_same_dropout(texts, tmp_path):
 
 def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
     """Its forward passes are the same. A gradient in bf16 may be the next number."""
-    reference = written(tmp_path / "whole.py", "amp", "embeddings", TEXTS, REFERENCE)
-    amp = written(tmp_path / "amp.py", "amp", "embeddings")
+    reference = written(tmp_path / "whole.py", "amp", "embeddings", WHOLE)
+    amp = written(tmp_path / "amp.py", "amp", "embeddings", {})
     flags = [*texts.dropout, "--batch-size", 8]
     runs = [(1, script, [*flags, "--precision", "bf16"]) for script in (reference, amp)]
     expected, ours, fp32 = train(tmp_path, *runs, (1, amp, [*flags, "--precision", "fp32"]))
