@@ -301,7 +301,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 227219df76d2: identical in all recipes
+# ===================================== shared infrastructure 6c2747c371ef: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -760,7 +760,8 @@ def reproducible(loaders, args):
         batches = loader.batch_sampler
         known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
         same_size = two and (loader.batch_size == args.batch_size or not drop_last)
-        if not (known and len(loader.dataset) and batches.drop_last == drop_last and same_size):
+        some = drop_last or len(loader.dataset)  # `prepare_data` tells of too few for training
+        if not (known and some and batches.drop_last == drop_last and same_size):
             needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={drop_last}"
             remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
             exit_with_error(f"load_data: each of two DataLoaders needs {remedy}")

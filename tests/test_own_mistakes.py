@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Exit, load, project
+from conftest import SMALL, Exit, copy, forked, load, project
 from torch.utils import data
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -95,6 +95,16 @@ def test_loaders_that_cannot_be_resumed_exactly_are_an_error(case):
     recipe.reproducible((TRAIN, TEST), ARGS)
     with pytest.raises(Exit, match="load_data: "):
         recipe.reproducible(LOADERS[case], ARGS)
+
+
+def test_a_training_set_of_which_an_order_leaves_nothing_fills_no_batch(tmp_path):
+    """As that of by_length, which drops what fills no global batch: the error names the batch."""
+    few = project("own_mistakes", load_data="data_of_which_none_is_left")
+    script = copy("ddp_cifar", tmp_path / "mine.py", project=few)
+    flags = [*SMALL, "--batch-size", 8, "--max-steps", 1]
+    one = {"script": script, "directory": tmp_path, "flags": flags, "processes": 1}
+    ((codes, output),) = forked([one], tmp_path)
+    assert codes == [2] and "the training set does not fill one batch of 8" in output
 
 
 def test_a_model_in_eval_mode_is_an_error():
