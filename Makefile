@@ -28,7 +28,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 minutes = 50000 / (10 * cores) / 60
 print(f"""No GPU on this machine. With the default flags (ResNet-50, CIFAR stem, 30 epochs) training takes
 about {minutes:.0f} minutes per epoch on {cores} CPU core(s), {minutes / 2:.0f} hours in all. Faster:
-  make new COPY=../mine.py RECIPE=amp WITH=resnet20    ResNet-20, about {minutes / 45 * 50:.0f} minutes in all (bf16)
+  make new COPY=../mine.py RECIPE=amp WITH=resnet20    ResNet-20, about {minutes / 45 * 50:.0f} minutes in all, on a CPU that has bf16
   make demo                                            synthetic data, a few minutes
   make train ARGS="--stem imagenet --epochs 1"         the ImageNet stem, a tenth of the time per epoch
   make train ARGS="--model simple_cnn --epochs 2"      two convolutions

@@ -49,7 +49,7 @@ def tokenizer_and_config(args):
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = AutoConfig.from_pretrained(args.base)
-    names = sorted(set(columns(args.train, args)[1]))
+    names = sorted(set(columns(args.train, args.text, args.label)[1]))
     config.id2label = {index: str(name) for index, name in enumerate(names)}
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.pad_token_id = tokenizer.pad_token_id
