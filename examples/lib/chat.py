@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as tokens, by the chat template of a pretrained model's tokenizer."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer
 
 from ddp_cifar import RANK, exit_with_error, say
+from lib.json_lines import read_lines
 
 # Some templates tell the model today's date, which a resumed run has to repeat.
 DATE = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
@@ -40,22 +40,12 @@ def chat_tokenizer(args, accelerator):
 def read_chats(path, args, form, make_sample):
     """Return `make_sample` of each line of JSON, without those for which it is None. Exit with an
     error if a line has not this form, or if the chat template does not take it."""
-    samples = []
-    number = 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                number += 1
-                samples.append(make_sample(json.loads(line)))
-    except OSError as error:
-        exit_with_error(f"{path}: {error.strerror}")
-    except Exception as error:  # templates raise many types
-        exit_with_error(f"{path}, line {number}: {error!r:.200}. Each line needs {form}")
+    samples = read_lines(path, path, form, make_sample)
     kept = [sample for sample in samples if sample is not None]
-    found = f"{path}: {len(kept)} of {number} lines have an answer within --length"
+    found = f"{path}: {len(kept)} of {len(samples)} lines have an answer within --length"
     if len(kept) * 9 // 10 < args.global_batch_size:
         exit_with_error(f"{found}: the training set does not fill one batch")
-    if len(kept) < number and RANK == 0:
+    if len(kept) < len(samples) and RANK == 0:
         say(f"{found}, the others are left out")
     return kept
 

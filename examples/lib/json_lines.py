@@ -6,23 +6,33 @@ import json
 from ddp_cifar import exit_with_error
 
 
-def texts_of(path, flag, *names):
-    """Return a tuple of the texts with these names for each line of a file. Exit with an error if a
-    line has not all of them."""
-    rows = []
+def read_lines(path, named, form, make):
+    """Return `make` of each line of a file. Exit with an error, in which the file is called
+    `named`, if it cannot be read, or if a line has not this form."""
+    made = []
     try:
         with open(path, encoding="utf-8") as file:
             for line in file:
-                row = json.loads(line)
-                texts = [row[name] for name in names]
-                if not all(text.strip() for text in texts):
-                    raise ValueError("an empty text")
-                rows.append(tuple(texts))
+                made.append(make(json.loads(line)))
     except OSError as error:
-        exit_with_error(f"{flag} {path}: {error.strerror}")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        needed = json.dumps(dict.fromkeys(names, "a text"))
-        exit_with_error(f"{flag} {path}, line {len(rows) + 1}: {error!r}: a line is {needed}")
+        exit_with_error(f"{named}: {error.strerror}")
+    except Exception as error:  # chat templates raise many types
+        exit_with_error(f"{named}, line {len(made) + 1}: {error!r:.200}. Each line needs {form}")
+    return made
+
+
+def texts_of(path, flag, *names):
+    """Return a tuple of the texts with these names for each line of a file. Exit with an error if a
+    line has not all of them."""
+
+    def texts(row):
+        found = tuple(row[name] for name in names)
+        if not all(text.strip() for text in found):
+            raise ValueError("an empty text")
+        return found
+
+    named = f"{flag} {path}"
+    rows = read_lines(path, named, json.dumps(dict.fromkeys(names, "a text")), texts)
     if not rows:
-        exit_with_error(f"{flag} {path}: the file is empty")
+        exit_with_error(f"{named}: the file is empty")
     return rows
