@@ -15,6 +15,7 @@ from conftest import (
     PROGRAMS,
     ROOT,
     ROUNDING,
+    SYNTHETIC_DATA,
     assert_same_training,
     copy,
     free_port,
@@ -30,6 +31,8 @@ FLAGS = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--max-steps",
 FLAGS += ["--batch-size", "16", "--lr", "0.02", "--log-every", "1"]
 RECIPES = ["pipeline_cifar", "ddp_cifar"]
 ENDLESS = ["--max-steps", "100000", "--epochs", "10000", "--hang-timeout", "6"]
+# Of 512 steps: the packets are lost before the first save, in which a hang is not detected.
+LONG_EPOCH = SYNTHETIC_DATA, "synthetic_images(2**14, seed=1), synthetic_images(64, seed=2)"
 
 # A host whose name, as in Debian's /etc/hosts, is no address at which another one could reach it.
 BOOT = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && shift && exec "$@"'
@@ -66,7 +69,8 @@ def trained(hosts, tmp_path_factory):
     line += ["--num_processes", 2, "--main_process_ip", address]
     line += ["--main_process_port", free_port()]
     ports = json.dumps([free_port(), None if problem else free_port()])
-    scripts = [copy(x, directory / f"{x}.py", LITTLE_DATA, project=IN_FLOAT64) for x in RECIPES]
+    data = dict(zip(RECIPES, (LITTLE_DATA, LONG_EPOCH), strict=True))
+    scripts = [copy(x, directory / f"{x}.py", data[x], project=IN_FLOAT64) for x in RECIPES]
     running = []
     for rank, prefix in enumerate(prefixes):
         command = list(map(str, [*prefix, *line, "--machine_rank", rank, __file__, ports]))
