@@ -10,12 +10,9 @@ MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip inst
 # The tests of a file share runs. Many of them wait: four files at a time keep two cores busy. By
 # default the file with the fewest tests comes last, which is the one that waits longest.
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-# The global batch of `make train`, or just below it, on any number of GPUs: the measured accuracies
-# are at this one, and at 1,024 the default learning rate does worse (benchmarks/README.md).
-BATCH := 256
 
 # Words that make itself would ignore: copy=x.py, or a file's name without COPY=.
-KNOWN := COPY ARGS RECIPE WITH RUNS BATCH WORKERS PYTHON BIN READY OLDEST
+KNOWN := COPY ARGS RECIPE WITH RUNS WORKERS PYTHON BIN READY OLDEST
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 $(foreach name,$(filter-out $(KNOWN),$(GIVEN)),$(error $(name)= is not a variable: $(KNOWN)))
 $(foreach file,$(filter %.py,$(MAKECMDGOALS)),$(error $(file) is not a target: write COPY=$(file)))
@@ -46,11 +43,9 @@ demo: $(READY)  ## train ResNet-50 on two processes with synthetic data, a few m
 
 train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARGS="--epochs 100" adds flags
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
-	processes=$$((gpus > 1 ? gpus : 1)); \
-	how=1gpu.yaml; if [ $$processes != 1 ]; then how="2gpu.yaml --num_processes $$processes"; fi; \
+	how=1gpu.yaml; if [ $$gpus -gt 1 ]; then how="2gpu.yaml --num_processes $$gpus"; fi; \
 	if [ $$gpus = 0 ]; then $(BIN)/python -c "$$NO_GPU"; sleep 10; fi; \
-	set -x; $(LAUNCH)/$$how recipes/ddp_cifar.py \
-		--global-batch-size $$(($(BATCH) / processes * processes)) $(ARGS)
+	set -x; $(LAUNCH)/$$how recipes/ddp_cifar.py $(ARGS)
 
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" adds flags
 	$(BIN)/python benchmarks/bench.py $(ARGS)

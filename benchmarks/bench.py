@@ -47,6 +47,7 @@ RECIPES = ["data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar", "s
 RECIPES = [BASELINE, *RECIPES]
 GPUS = torch.cuda.device_count()
 LINE_OF_BASELINE = re.compile(r"step \d+ samples (\d+) ")
+PEAK_OF_BASELINE = re.compile(r"peak memory (\S+) GiB")
 UNAVAILABLE = re.compile(r"no fp16 on CPU|has no bf16")  # what recipes say of hardware
 OUT_OF_MEMORY = re.compile(
     r".*(?:OutOfMemoryError|out of memory|can't allocate memory|STATUS_ALLOC_FAILED).*"
@@ -173,7 +174,8 @@ def sample_of_baseline(lines):
     found = [(when, LINE_OF_BASELINE.match(line)) for when, line in lines]
     losses = [(when, int(match[1])) for when, match in found if match]
     (warm, before), (end, after) = losses[-2:]
-    [peak] = re.findall(r"^peak memory (\S+) GiB", lines[-1][1])
+    # On a GPU a warning of torch comes after it.
+    [peak] = [match[1] for _, line in lines if (match := PEAK_OF_BASELINE.match(line))]
     return as_sample(after - before, end - warm, float(peak), warm - lines[0][0])
 
 

@@ -53,7 +53,7 @@ def launch_line(summary):
     for name, default in defaults.items():
         if summary.get(name, default) != default:
             line += f" --{name.replace('_', '-')} {summary[name]}"
-    return line
+    return line + " --compile" * summary.get("compile", False)
 
 
 def accuracy_table(directory):
@@ -62,10 +62,11 @@ def accuracy_table(directory):
     runs = {}
     for path in sorted(directory.glob("*.json")):
         summary = json.loads(path.read_text())
-        runs.setdefault((summary["epochs"], launch_line(summary)), []).append(summary)
+        order = [summary[name] for name in ("epochs", "recipe", "global_batch_size", "lr")]
+        runs.setdefault((*order, launch_line(summary)), []).append(summary)
     lines = [f"| test accuracy | seeds | `{LAUNCH}`... |", "| ---: | --- | --- |"]
-    for (_, line), summaries in sorted(runs.items()):
-        values = ", ".join(f"{summary['test_accuracy']:.1%}" for summary in summaries)
+    for (*_, line), summaries in sorted(runs.items()):
+        values = ", ".join(f"{summary['test_accuracy']:.2%}" for summary in summaries)
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
         lines.append(f"| {values} | {seeds} | `{line}` |")
     return "\n".join(lines) + "\n"

@@ -68,7 +68,7 @@ NOTES_OF_CHAT = f"""
 - GiB: the most bytes alive at once in a step. A card of 24 GB has 22.4, of which CUDA, NCCL and
   fragmentation take some 2: bold fits."""
 NOTES = f"""
-- Computed, and never compared with a GPU. {GPUS} GPUs. MiB: per sample, in a large batch.
+- Computed. {GPUS} GPUs. MiB: per sample, in a large batch.
 - 16 GB, ...: samples per GPU that fit into so many 10^9 bytes less 2 GiB, to two significant
   figures; 0: none. pipeline: the stage that needs more. data_parallel: the first GPU."""
 
