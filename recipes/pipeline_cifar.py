@@ -595,7 +595,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 6c2747c371ef: identical in all recipes
+# ===================================== shared infrastructure 82ee1ff2dd35: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -606,6 +606,7 @@ NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
 TIMEOUT = timedelta(hours=6)  # of collectives. HangDetector ends a run that hangs
+LAUNCHER_TIMEOUT = timedelta(minutes=1)  # until its store answers, which is there before the ranks
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -1563,9 +1564,11 @@ def choose_device(args):
 
 def join_process_group(args, gpus):
     """Make the process group of all ranks, if they were started alike. Return its store."""
-    store, _, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
-    # The launcher's own store keeps the addresses of processes that died before a restart.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = LAUNCHER_TIMEOUT if of_launcher else TIMEOUT
+    store, _, _ = next(distributed.rendezvous("env://", timeout=timeout))
+    store.set_timeout(TIMEOUT)
+    if of_launcher:  # it keeps the addresses of processes that died before a restart
         store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
     started |= {"versions": VERSIONS, "GPUs": bool(gpus)}

@@ -28,6 +28,7 @@ from conftest import (
     copy,
     described_copy,
     forked,
+    free_port,
     outputs,
     project,
     run,
@@ -125,6 +126,18 @@ def test_a_run_saves_and_stops_when(interruptions, case):
     if "SIGTERM" in case or "killed" in case:
         assert log.count("SIGTERM: stopping after the next step (") == 1, "by one rank"
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
+
+
+def test_a_rank_whose_launcher_died_before_it_connects_ends(tmp_path):
+    """Nothing listens at the address of the launcher's store."""
+    impatient = "timedelta(minutes=1)", "timedelta(seconds=1)"
+    script = copy("ddp_cifar", tmp_path / "mine.py", impatient)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_RANK": "0"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, script, *SMALL, "--output-dir", tmp_path / "run"]
+    process = run(command, check=False, timeout=120, **environment)
+    assert process.returncode == 1 and process.stderr.count("mine: error: ") == 1, process.stderr
 
 
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):

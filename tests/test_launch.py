@@ -32,7 +32,7 @@ def start(monkeypatch):
                 monkeypatch.setattr(torch.cuda, name, fake)
         of_this_process = {"num_processes": sees, "use_distributed": False}
         told = {}  # all ranks tell what the first one does
-        store = SimpleNamespace(set=told.__setitem__)
+        store = SimpleNamespace(set=told.__setitem__, set_timeout=lambda _: None)
         store.get = lambda key: told.get(key, told["flags 0"]).encode()
         module.distributed = SimpleNamespace(
             rendezvous=lambda *_, **__: iter([(store, None, None)]),
