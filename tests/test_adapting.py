@@ -37,6 +37,9 @@ COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 # Copies of these bring all additions, and a pipeline with a diff of its own, to other recipes than
 # ddp. Of other tasks, ddp's copy has the same data, model and loss.
 IN_ALL_RECIPES = {"photos", "language_model", "segmentation", "vit"}
+# Their model is that of photos, language_model or the recipe, their loss that of embeddings. What
+# they read has tests of its own.
+OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -99,6 +102,7 @@ def directory(tmp_path_factory):
 def case(task, recipe):
     """A parameter of the test. amp is ddp plus autocast."""
     twin = recipe == "amp" or (recipe != "ddp" and task not in IN_ALL_RECIPES)
+    twin = twin or task in OF_ANOTHER_TASK
     return pytest.param(task, recipe, marks=[pytest.mark.twin] * twin)
 
 

@@ -54,6 +54,7 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
     added = [name for name in ADDITIONS if name in names]
     combinations = [(name,) for name in names]
     combinations += [(TASK, *added), (TASK, *reversed(added))]
+    _, banner, block = parts(REFERENCE)
     for examples in combinations:
         path = tmp_path / f"{'_'.join(examples)[:20]}.py"
         make("new", path.name, *examples, recipe=recipe)
@@ -61,8 +62,7 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
         doc = ast.get_docstring(ast.parse(text))
         assert "mine.py" not in text and f"Made from {recipe}_cifar.py" in doc
         assert " ".join(doc.split()).endswith(f" with {', '.join(examples)}.")
-        assert not new.unused(text) - new.definitions(parts(path)[2]).keys()
-        _, banner, block = parts(REFERENCE)
+        assert not new.unused(text) - new.definitions(block).keys()
         assert all(line in block for line in new.unread_flags(text))
         assert sync.updated(path, banner, block) == (text, [])
     lint(tmp_path)

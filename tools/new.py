@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def bound(node):
     return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
 
 
+@lru_cache(200)
 def definitions(text):
     """Return {name: lines} of what a module defines, of a name defined twice both."""
     found = {}

@@ -56,6 +56,7 @@ def names(text):
     return bound, used - bound - {*dir(builtins), "__file__"}
 
 
+@lru_cache(200)
 def imports(text):
     """Return {name: the line that imports it}, and the number of the last line of the imports above
     all functions and classes."""
