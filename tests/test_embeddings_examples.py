@@ -96,14 +96,15 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def captions(tmp_path_factory):
-    """A directory of 193 images with captions, and the base of a CLIP."""
+    """A directory of 193 images with captions, and the base of a CLIP. At 16 x 20, of which the
+    model sees 16 x 16, transformers and torchvision have the same center."""
     import transformers
 
     directory = tmp_path_factory.mktemp("captions")
     generator = torch.Generator().manual_seed(0)
     with open(directory / "captions.jsonl", "w") as file:
         for number in range(193):
-            pixels = torch.randint(256, (20, 24, 3), generator=generator, dtype=torch.uint8)
+            pixels = torch.randint(256, (20, 25, 3), generator=generator, dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(directory / f"{number}.png")
             text = " ".join(["a photo of number", *str(number * 7919)][: 2 + number % 9])
             line = {"image": f"{number}.png", "caption": f"{number} {text}"}
