@@ -56,12 +56,14 @@ FLAGS_OF = {
     "fine_tune": ["--length", "32"],
     "mixture": ["--length", "32"],
     "embeddings": ["--length", "32", "--lr", "1e-3"],
+    "clip": ["--length", "16", "--lr", "1e-3"],
     "vit": ["--layers", "2", "--lr", "1e-4"],
     "text_classification": ["--length", "32"],
     "sft": ["--base-dtype", "bfloat16"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
+IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
 
 
 def added(task, recipe):

@@ -1,5 +1,5 @@
-"""embeddings.py and contrastive.py: their gradients are those of the whole global batch, however it
-is divided. That copies of them pass `make check`: test_adapting.py."""
+"""embeddings.py, contrastive.py and clip.py: their gradients are those of the whole global batch,
+however it is divided. That copies of them pass `make check`: test_adapting.py."""
 
 import json
 import math
@@ -15,9 +15,11 @@ from conftest import (
     Exit,
     assert_same_training,
     exit_by_exception,
+    forked,
     project,
     train_forked,
 )
+from PIL import Image
 from torch.nn import functional as F
 
 from lib import json_lines, negatives
@@ -29,7 +31,9 @@ WHOLE = {"train_step": "whole_step", "test_metrics": "whole_metrics"}
 TEXTS = {"build_model": "model_in_float64"}
 IMAGES = {**TEXTS, "of_all": "of_images", "main": "main_with_images_in_float64"}
 SCALED = project("amp", compute_loss="plain_loss")  # as in fp16; autocast leaves float64 as it is
-train = partial(train_forked, imports=["transformers.models.bert.modeling_bert", "peft"])
+IMPORTS = ["transformers.models.bert.modeling_bert", "peft"]
+IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
+train = partial(train_forked, imports=IMPORTS)
 FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16]
 
 
@@ -40,6 +44,7 @@ def written(path, recipe, task, chosen, more=""):
     replaced = [("ROWS = 1024", "ROWS = 5")]
     if task == "embeddings" and "build_model" in chosen:
         replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
+    replaced += [("dim=1).float()", "dim=1)")] * (task == "clip" and "build_model" in chosen)
     # 53 samples do not fill the last batch of a test.
     replaced += [("synthetic_images(64, ", "synthetic_images(53, ")] * (task == "contrastive")
     for old, new in replaced:
@@ -89,6 +94,45 @@ def texts(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory):
+    """A directory of 193 images with captions, and the base of a CLIP. At 16 x 20, of which the
+    model sees 16 x 16, transformers and torchvision have the same center."""
+    import transformers
+
+    directory = tmp_path_factory.mktemp("captions")
+    generator = torch.Generator().manual_seed(0)
+    with open(directory / "captions.jsonl", "w") as file:
+        for number in range(193):
+            pixels = torch.randint(256, (20, 25, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(directory / f"{number}.png")
+            text = " ".join(["a photo of number", *str(number * 7919)][: 2 + number % 9])
+            line = {"image": f"{number}.png", "caption": f"{number} {text}"}
+            file.write(json.dumps(line) + "\n")
+    lines = (directory / "captions.jsonl").read_text().splitlines()
+    tokenizer = transformers.CLIPTokenizer().train_new_from_iterator(lines, 300)
+    tokenizer.save_pretrained(directory / "base")
+    torch.manual_seed(0)
+    transformers.CLIPModel(clip_config(eos_token_id=1)).save_pretrained(directory / "base")
+    return directory
+
+
+def clip_config(**of_text):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 2
+    text = {**sizes, "vocab_size": 300, "max_position_embeddings": 24, **of_text}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    return transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+
+
+def flags_of_clip(directory, base):
+    """The test set has 20 pairs."""
+    flags = ["--captions", directory / "captions.jsonl", "--length", 24, "--lr", 3e-3]
+    return [*flags, *FLAGS, "--base", base]
+
+
 def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
     """Embeddings of texts, on 1, 2 and 4 processes, in 1 to 8 microbatches, sharded, and with a
     scaled loss."""
@@ -129,6 +173,24 @@ def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path)
     )
     for result in results:
         assert_same_training(expected, result, ROUNDING)
+
+
+def test_any_division_of_the_global_batch_matches_an_image_with_the_same_captions(
+    captions, tmp_path
+):
+    reference = written(tmp_path / "whole.py", "ddp", "clip", TEXTS | WHOLE)
+    ddp = written(tmp_path / "ddp.py", "ddp", "clip", TEXTS)
+    flags = flags_of_clip(captions, captions / "base")
+    expected, *results = train(
+        tmp_path,
+        (1, reference, [*flags, "--batch-size", 16]),
+        (1, ddp, [*flags, "--batch-size", 2]),
+        (2, ddp, [*flags, "--batch-size", 4]),
+    )
+    for result in results:
+        assert_same_training(expected, result, ROUNDING)
+    start = clip_config().logit_scale_init_value
+    assert expected.weights["logit_scale"].item() != pytest.approx(start, abs=1e-4), "learned"
 
 
 def test_both_passes_have_the_same_dropout(texts, tmp_path):
@@ -248,3 +310,93 @@ def test_rows_are_those_of_all_at_once(monkeypatch):
         parts = negatives.means_among_all(list(pairs), losses)
         whole = {name: x.double().mean() for name, x in losses(pairs, torch.arange(11)).items()}
         torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("eos", [299, 2], ids=["the end's number", "that of old configs"])
+def test_images_and_captions_have_the_loss_and_the_gradients_of_transformers(eos, tmp_path):
+    """Also captions of different lengths, which are padded."""
+    import transformers
+
+    import clip
+    from lib import captions
+
+    torch.manual_seed(0)
+    reference = transformers.CLIPModel(clip_config(eos_token_id=eos)).train()
+    reference.save_pretrained(tmp_path)
+    model = clip.build_model(SimpleNamespace(base=tmp_path))
+    texts = [torch.tensor([298, *range(3, 3 + number), 299]) for number in (4, 1, 12, 2, 7)]
+    batch = captions.padded([(torch.randn(3, 16, 16), text) for text in texts])
+    values = clip.compute_loss(model, batch, None)
+    pixels, tokens = batch
+    masked = {"attention_mask": (tokens >= 0).long(), "input_ids": tokens.where(tokens >= 0, 299)}
+    expected = reference(**masked, pixel_values=pixels, return_loss=True)
+    values["loss"].mean().backward()
+    expected.loss.backward()
+    close = partial(torch.testing.assert_close, rtol=ROUNDING_FLOAT32, atol=ROUNDING_FLOAT32)
+    close(values["loss"].mean(), expected.loss)
+    found = expected.logits_per_image.argmax(1) == torch.arange(5)
+    assert torch.equal(values["recall_at_1"], found)
+    gradients = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        close(gradients[name].grad, parameter.grad)
+
+
+def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, tmp_path):
+    """The reference reads the test set by the processors of transformers. The base has a lower
+    temperature than 0.01, the lowest of the paper; each pair counts once, on two processes, too."""
+    import transformers
+
+    base = tmp_path / "base"
+    model = transformers.CLIPModel.from_pretrained(captions / "base")
+    model.logit_scale.data.fill_(5.0)
+    model.save_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(captions / "base")
+    tokenizer.save_pretrained(base)
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "clip")
+    (run,) = train(tmp_path, (2, script, [*flags_of_clip(captions, base), "--batch-size", 4]))
+    (run.directory / "config.json").write_bytes((base / "config.json").read_bytes())
+    model = transformers.CLIPModel.from_pretrained(run.directory)
+    assert 4.5 < model.logit_scale.item() <= math.log(100) + 1e-6
+    lines = [json.loads(x) for x in (captions / "captions.jsonl").read_text().splitlines()[::10]]
+    size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    images = [Image.open(captions / line["image"]) for line in lines]
+    pixels = transformers.CLIPImageProcessor(**size)(images, return_tensors="pt")
+    words = tokenizer([x["caption"] for x in lines], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = model(**pixels, **words, return_loss=True)
+    line = run.evaluations[-1]
+    assert line["test_loss"] == pytest.approx(found.loss.item(), rel=ROUNDING_FLOAT32)
+    recall = (found.logits_per_image.argmax(1) == torch.arange(20)).double().mean().item()
+    assert line["test_recall_at_1"] == pytest.approx(recall)
+
+
+def test_a_missing_image_is_one_line(captions, tmp_path):
+    script = tmp_path / "mine.py"
+    make(script, "ddp", "clip")
+    (tmp_path / "captions.jsonl").write_text('{"image": "none.png", "caption": "none"}\n' * 40)
+    flags = [*flags_of_clip(tmp_path, captions / "base"), "--batch-size", 4]
+    run = {"processes": 1, "script": script, "flags": flags, "directory": tmp_path}
+    [(codes, output)] = forked([run], tmp_path, imports=IMPORTS)
+    assert codes == [1] and "Traceback" not in output
+    assert f"No such file or directory: '{tmp_path}/none.png'" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("length", "of_text", "line"),
+    [
+        (25, {"eos_token_id": 1}, "argument --length: {base} has positions for 24 tokens"),
+        (24, {"eos_token_id": 299}, "--base {base}: its tokenizer ends no text with eos_token_id"),
+        (24, {"eos_token_id": 2}, "--base {base}: its tokenizer ends no text with eos_token_id, 2"),
+    ],
+)
+def test_captions_that_clip_cannot_read_end_with_one_line(
+    length, of_text, line, captions, monkeypatch
+):
+    from lib import captions as read
+
+    monkeypatch.setattr(read, "exit_with_error", exit_by_exception)
+    args = SimpleNamespace(length=length, base=captions / "base")
+    with pytest.raises(Exit) as error:
+        read.tokenizer_of(args, clip_config(**of_text).text_config)
+    assert line.format(base=args.base) in str(error.value)

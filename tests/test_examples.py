@@ -325,7 +325,7 @@ def test_a_task_has_a_default_rate_that_suits_its_optimizer(tmp_path):
     """Those of the recipes are for SGD: Adam would diverge. --help says it."""
     rates = {"diffusion": "0.003", "fine_tune": "1e-05", "gan": "0.0002", "mixture": "0.003"}
     rates |= {"by_length": "0.003", "segmentation": "0.003", "embeddings": "2e-05"}
-    rates |= {"vit": "0.0002", "text_classification": "2e-05"}
+    rates |= {"vit": "0.0002", "text_classification": "2e-05", "clip": "1e-05"}
     runs = []
     for name in rates:
         make(tmp_path / f"{name}.py", "ddp", name)

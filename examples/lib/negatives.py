@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of pairs whose negatives are the whole global batch: contrastive.py and embeddings.py.
+"""Losses of pairs whose negatives are the whole global batch: embeddings, contrastive and clip.
 
 The samples of all processes and of all microbatches are compared, by cached gradients (Gao et al.
 2021, arXiv:2101.06983). A first pass, without gradients, embeds all microbatches of a step. The

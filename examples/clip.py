@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train CLIP to match images and captions (Radford et al. 2021, arXiv:2103.00020).
+
+    mkdir shapes
+    python -c "import json; from random import choice, sample; from PIL import Image, ImageDraw; [(
+        getattr(ImageDraw.Draw(image), shape)((x, y, x + 14, y + 14), fill=front), image.save(name),
+        print(json.dumps({'image': name, 'caption': f'a {front} {shape} on {back}'})))
+        for i in range(640) for shape in [choice(['ellipse', 'rectangle'])]
+        for front, back in [sample('red green blue yellow cyan black white orange'.split(), 2)]
+        for x, y in [sample(range(18), 2)] for name in [f'shapes/{i}.png']
+        for image in [Image.new('RGB', (32, 32), back)]]" > captions.jsonl
+    python -c "import transformers as hf; captions = open('captions.jsonl'); (
+        hf.CLIPTokenizer().train_new_from_iterator(captions, 400).save_pretrained('base'),
+        hf.CLIPModel(hf.CLIPConfig(projection_dim=64, **{f'{x}_config': {'hidden_size': 64,
+            'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4, **more}
+            for x, more in [('text', {'vocab_size': 400, 'bos_token_id': 0, 'eos_token_id': 1}),
+            ('vision', {'image_size': 32, 'patch_size': 8})]})).save_pretrained('base'))"
+    torchrun --nproc_per_node 2 mine.py --base base --epochs 9 --batch-size 32 --lr 1e-3
+
+Needs `pip install transformers`. The third command makes a tiny model with random weights, for
+which --lr is higher than for pretrained ones. An image's path is relative to the folder of
+--captions. Every tenth line, but at most 5,000 of them, is in the test set. A training image is
+cropped at random, to nine tenths of its area or more, and never mirrored: a caption may say "left".
+
+The negatives of a pair are all others of the global batch, on all processes and in all
+microbatches. Set its size by --global-batch-size: then any number of processes and any --batch-size
+train the same. Each pair goes through the model twice for this. Equal captions of two images are
+negatives, too. "recall_at_1" is the share of the images whose caption is the nearest, of the global
+batch or of the whole test set. The loss grows with their size: do not compare that of a test with
+that of a step.
+
+model.safetensors of a run, in a directory with the other files of --base, is loaded by
+`CLIPModel.from_pretrained`: the weights keep their names. FSDP refuses one of these, `logit_scale`,
+since it has no dimension.
+
+Group: vision. Recipes: ddp, amp.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchvision.transforms import InterpolationMode, v2
+from transformers import CLIPConfig, CLIPModel
+
+from language_model import make_optimizer
+from lib.captions import Captioned, padded, tokenizer_of
+from lib.json_lines import texts_of
+from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
+
+
+def add_flags(parser):
+    """Add the example's flags, which a resumed run must repeat."""
+    parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
+    parser.add_argument("--captions", default="captions.jsonl", help="JSON lines (captions.jsonl)")
+    parser.add_argument("--length", type=int, default=77, help="tokens of a caption, at most (77)")
+    parser.set_defaults(lr=1e-5, epochs=3)  # usual for pretrained weights
+
+
+def load_data(args, accelerator):
+    """Return the DataLoaders of (pixels, tokens), for training and test."""
+    config = CLIPConfig.from_pretrained(args.base)
+    size, bicubic = config.vision_config.image_size, InterpolationMode.BICUBIC
+    common = Path(args.captions).parent, tokenizer_of(args, config.text_config)
+    rows = texts_of(args.captions, "--captions", "image", "caption")
+    every = max(10, len(rows) // 5000)  # test images are compared with all test captions
+    train = [row for index, row in enumerate(rows) if index % every]
+    crop = v2.RandomResizedCrop(size, scale=(0.9, 1.0), interpolation=bicubic)
+    train_set = Captioned(train, *common, crop)
+    test_set = Captioned(rows[::every], *common, v2.Resize(size, bicubic), v2.CenterCrop(size))
+    options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
+    options |= {"num_workers": 2, "persistent_workers": True, "collate_fn": padded}  # per process
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(test_set, **options)
+
+
+class Pairs(CLIPModel):
+    """Takes pixels and tokens, and returns (B, 2, D): a product of an image's and a caption's
+    embedding is their cosine, divided by the temperature."""
+
+    def forward(self, pixels, tokens):
+        # The attention is causal: no token sees the padding, which is behind the end.
+        texts = self.get_text_features(tokens.clamp(min=0)).pooler_output
+        images = self.get_image_features(pixels).pooler_output
+        pairs = torch.stack((images, texts), dim=1).float()
+        return F.normalize(pairs, dim=2) * (self.logit_scale / 2).exp()
+
+
+def build_model(args):
+    """Return the model, on the CPU. Its weights have the names of CLIPModel's."""
+    return Pairs.from_pretrained(args.base, dtype=torch.float32).train()
+
+
+def compute_loss(model, batch, args):
+    """Return {"loss": (B,), "recall_at_1": (B,)} of the images and captions."""
+    return loss_among_all(model, batch, info_nce)
+
+
+def test_metrics(outputs, args):
+    """Return the same of the whole test set, in place of the means over batches."""
+    return means_among_all(outputs, info_nce)
