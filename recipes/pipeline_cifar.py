@@ -595,7 +595,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 25096e3c6d7b: identical in all recipes
+# ===================================== shared infrastructure 6ab940001b54: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -1398,14 +1398,16 @@ def exit_if_ranks_differ(store, topic, values, remedy):
 # The first rank of each machine prints at once. By SIGTERM the launcher then ends the others, which
 # wait for seconds. An exception waits one more, since another rank's end may have caused it.
 def exit_with_exception(error):
-    """Print a traceback, unless it is an OSError, and a line with the place in this file."""
+    """Print a line with the place in this file, above it a traceback, unless the system or the
+    network is the cause."""
     text = traceback.format_exc()
     place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
     lines = dict.fromkeys(f"{line:.200}" for line in (lines[0], *lines[-2:]))
     message = f"{type(error).__name__}: {' ... '.join(lines)}"
     message += f", in {place[1]}, line {place[0]} of {Path(__file__).name}"
-    exit_with_error(message, 1, "" if isinstance(error, OSError) else text, wait=1)
+    outside = isinstance(error, OSError | distributed.DistNetworkError)
+    exit_with_error(message, 1, "" if outside else text, wait=1)
 
 
 def exit_with_error(message, status=2, details="", wait=0):

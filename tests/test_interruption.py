@@ -138,6 +138,7 @@ def test_a_rank_whose_launcher_died_before_it_connects_ends(tmp_path):
     command = [sys.executable, script, *SMALL, "--output-dir", tmp_path / "run"]
     process = run(command, check=False, timeout=120, **environment)
     assert process.returncode == 1 and process.stderr.count("mine: error: ") == 1, process.stderr
+    assert "Traceback (" not in process.stderr
 
 
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):
