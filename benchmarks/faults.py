@@ -146,9 +146,9 @@ class Start:
         begins = re.findall('"resumed_from": ([0-9]+)', text)
         self.begin = int(begins[0]) if begins else None
         first_lines = rf'^Traceback .*\n  File "[^"]*\b(?:{re.escape(name)}|faults)\.py"'
-        # Ctrl-C while modules are imported ends each rank with Python's own traceback.
-        imports = text.count("\nKeyboardInterrupt\n")
-        tracebacks = len(re.findall(first_lines, text, re.MULTILINE)) - imports
+        # Until a run holds signals, Ctrl-C ends each rank with Python's own traceback.
+        early = text.count("\nKeyboardInterrupt\n")
+        tracebacks = len(re.findall(first_lines, text, re.MULTILINE)) - early
         told = f"{len(left)} processes are left after {self.args.limit:g} s" if left else ""
         return told or (f"{tracebacks} tracebacks" if tracebacks > 1 else "")
 
@@ -324,7 +324,7 @@ def parse_args():
     add("--faults", type=int, default=10, help="how many (%(default)s)")
     add("--seed", type=int, default=0, help="of the faults (%(default)s)")
     add("--processes", type=int, default=2, help="ranks (%(default)s)")
-    add("--limit", type=float, default=90, help="seconds for ranks to end, a tenth of a run's")
+    add("--limit", type=float, default=180, help="seconds for ranks to end, a tenth of a run's")
     add("--kinds", nargs="+", choices=[*KINDS, *DAMAGE], default=[*KINDS, *DAMAGE], metavar="KIND")
     add("--output-dir", type=Path, default=Path("runs/faults"), help="folder of the runs")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

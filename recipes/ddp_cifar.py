@@ -301,7 +301,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 6ab940001b54: identical in all recipes
+# ===================================== shared infrastructure e506cce526b4: identical in all recipes
 RECIPE = Path(__file__).stem
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
@@ -312,7 +312,7 @@ NAME = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
 TIMEOUT = timedelta(hours=6)  # of collectives. HangDetector ends a run that hangs
-LAUNCHER_TIMEOUT = timedelta(seconds=15)  # of a connection to its store, which is there first
+LAUNCHER_TIMEOUT = timedelta(minutes=1)  # of a connection to its store, which is there first
 
 
 # ------------------------------------------------------------------------------------------ the run

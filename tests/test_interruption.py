@@ -130,7 +130,7 @@ def test_a_run_saves_and_stops_when(interruptions, case):
 
 def test_a_rank_whose_launcher_died_before_it_connects_ends(tmp_path):
     """Nothing listens at the address of the launcher's store."""
-    impatient = "timedelta(seconds=15)", "timedelta(seconds=1)"
+    impatient = "timedelta(minutes=1)", "timedelta(seconds=1)"
     script = copy("ddp_cifar", tmp_path / "mine.py", impatient)
     environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment |= {"TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_RANK": "0"}
