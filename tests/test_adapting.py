@@ -34,12 +34,13 @@ ADDED = {
 }
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
-# Copies of these bring all additions, and a pipeline with a diff of its own, to other recipes than
+# Copies of these bring most additions, and a pipeline with a diff of its own, to other recipes than
 # ddp. Of other tasks, ddp's copy has the same data, model and loss.
-IN_ALL_RECIPES = {"photos", "language_model", "segmentation", "vit"}
-# Their model is that of photos, language_model or the recipe, their loss that of embeddings. What
-# they read has tests of its own.
+IN_ALL_RECIPES = {"photos", "language_model"}
+# Their model is that of photos, language_model or the recipe, or their loss that of embeddings, or
+# tests of their own train them.
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
+OF_ANOTHER_TASK |= {"fine_tune", "text_classification", "clip"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
