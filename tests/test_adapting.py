@@ -40,7 +40,7 @@ IN_ALL_RECIPES = {"photos", "language_model"}
 # Their model is that of photos, language_model or the recipe, or their loss that of embeddings, or
 # tests of their own train them.
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
-OF_ANOTHER_TASK |= {"fine_tune", "text_classification", "clip"}
+OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]

@@ -124,7 +124,9 @@ def test_a_run_saves_and_stops_when(interruptions, case):
     assert saved and saved[-1] == last_line, log
     assert CASES[case][1] == code, log
     if "SIGTERM" in case or "killed" in case:
-        assert log.count("SIGTERM: stopping after the next step (") == 1, "by one rank"
+        said = log.count("SIGTERM: stopping after the next step (")
+        # Rank 0 says it, which looks for its launcher each second: rank 1 may stop the run first.
+        assert said == 1 or (said == 0 and "killed" in case), log
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 

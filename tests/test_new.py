@@ -47,7 +47,7 @@ def case(recipe):
     return pytest.param(recipe, marks=[pytest.mark.twin] * (recipe in ("ddp", "amp")))
 
 
-@pytest.mark.parametrize("recipe", map(case, new.RECIPES))
+@pytest.mark.parametrize("recipe", [case(recipe) for recipe in new.RECIPES])
 def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates(
     recipe, make, tmp_path
 ):
