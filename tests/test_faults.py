@@ -64,9 +64,7 @@ def test_the_page_has_the_numbers_of_the_results():
     rows = [row for result in results for row in result["faults"]]
     page = (ROOT / "benchmarks/README.md").read_text()
     assert f"\n{len(rows)} random faults in " in page
-    errors = [row["error"] for row in rows if row["error"]]
-    assert set(errors) <= {"2 tracebacks"}
-    assert not errors or f" In {len(errors)} of them both ranks" in " ".join(page.split())
+    assert not any(row["error"] for row in rows)
     for kind, number in Counter(row["kind"] for row in rows).items():
         assert f"\n| {kind} | {number} |\n" in page
     assert all(f"On {result['hardware']};" in " ".join(page.split()) for result in results)
