@@ -34,8 +34,8 @@ ADDED = {
 }
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
-# Copies of these bring most additions, and a pipeline with a diff of its own, to other recipes than
-# ddp. Of other tasks, ddp's copy has the same data, model and loss.
+# Copies of these bring most additions to other recipes than ddp. Of other tasks, ddp's copy has the
+# same data, model and loss.
 IN_ALL_RECIPES = {"photos", "language_model"}
 # Their model is that of photos, language_model or the recipe, or their loss that of embeddings, or
 # tests of their own train them.

@@ -72,7 +72,7 @@ def test_only_what_would_fail_again_ends_the_job_and_an_eviction_does_not_count(
 
 
 @pytest.mark.slow
-@pytest.mark.twin  # of test_elastic.py
+@pytest.mark.twin  # of a lost machine, in test_elastic.py
 @needs_pods
 def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine(tmp_path):
     gate = project("interruption", train_step="step_of_a_pod")

@@ -41,9 +41,9 @@ def lint(directory):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-# amp takes the functions and hunks that ddp takes.
 def case(recipe):
-    """A parameter of the test. sharded and pipeline have diffs of their own."""
+    """A parameter of the test. sharded takes all but three examples of ddp's and amp's, and diffs
+    of its own."""
     return pytest.param(recipe, marks=[pytest.mark.twin] * (recipe in ("ddp", "amp")))
 
 

@@ -94,6 +94,11 @@ def step_behind_the_stuck_worker(run, model, optimizer, scheduler, microbatches)
     return plain_step(run, model, optimizer, scheduler, microbatches)
 
 
+def slow_step(run, *arguments):
+    time.sleep(1.5)
+    return plain_step(run, *arguments)
+
+
 def step_at_a_gate(run, *arguments):
     while run.step == 3 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
         time.sleep(0.05)
