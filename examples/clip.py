@@ -47,6 +47,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from language_model import make_optimizer
 from lib.captions import Captioned, padded, tokenizer_of
+from lib.images import exit_if_missing
 from lib.json_lines import texts_of
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
 
@@ -67,6 +68,7 @@ def load_data(args, accelerator):
     rows = texts_of(args.captions, "--captions", "image", "caption")
     every = max(10, len(rows) // 5000)  # test images are compared with all test captions
     train = [row for index, row in enumerate(rows) if index % every]
+    exit_if_missing([common[0] / name for name, _ in rows], f"--captions {args.captions}")
     crop = v2.RandomResizedCrop(size, scale=(0.9, 1.0), interpolation=bicubic)
     train_set = Captioned(train, *common, crop)
     test_set = Captioned(rows[::every], *common, v2.Resize(size, bicubic), v2.CenterCrop(size))

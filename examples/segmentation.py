@@ -17,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -26,6 +25,7 @@ from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
 from language_model import make_optimizer
+from lib.images import read_image, read_pixels
 
 
 def add_flags(parser):
@@ -39,8 +39,9 @@ def add_flags(parser):
 class Masks(Dataset):
     """Images and their masks: (3, S, S) float32 in [0, 1], (S, S) int64."""
 
-    def __init__(self, paths, *transforms):
+    def __init__(self, paths, classes, *transforms):
         self.paths = paths
+        self.classes = classes
         self.transform = v2.Compose(transforms)
 
     def __len__(self):
@@ -48,10 +49,28 @@ class Masks(Dataset):
 
     def __getitem__(self, index):
         path = self.paths[index]
-        image = tv_tensors.Image(Image.open(path).convert("RGB"))
-        mask = tv_tensors.Mask(Image.open(path.with_suffix(".png")))
+        image, mask = read_image(path), read_mask(path)
+        if mask.size != image.size:
+            raise OSError(f"{path}: its mask has {mask.size} pixels, not {image.size}")
+        highest = highest_class(mask)
+        if highest >= self.classes:
+            raise OSError(f"{path}: its mask has class {highest}: set --classes {highest + 1}")
+        image, mask = tv_tensors.Image(image), tv_tensors.Mask(mask)
         image, mask = self.transform(image, mask)  # both in the same way
         return image.float() / 255, mask[0].long()
+
+
+def read_mask(path):
+    """Return an image's mask as PIL's: its pixels are numbers of classes."""
+    mask = read_pixels(path.with_suffix(".png"))
+    if mask.mode not in ("1", "L", "P"):
+        raise OSError(f"{path}: its mask has pixels of type {mask.mode}: save one number for each")
+    return mask
+
+
+def highest_class(mask):
+    """Return the highest class of the pixels that count."""
+    return max((value for _, value in mask.getcolors() if value != 255), default=0)
 
 
 def load_data(args, accelerator):
@@ -59,12 +78,17 @@ def load_data(args, accelerator):
     paths = sorted(Path(args.images).glob("*.jpg"))
     if not paths:
         exit_with_error(f"argument --images: {args.images} has no .jpg files")
+    if not any(highest_class(read_mask(path)) for path in paths):  # the first one is enough
+        remedy = "save the number of its class for each pixel: 255 does not count"
+        exit_with_error(f"--images {args.images}: all masks have 0 and 255 alone: {remedy}")
     resize = v2.Resize((args.size, args.size))  # of a mask: the nearest pixel
-    train = Masks([x for i, x in enumerate(paths) if i % 10], resize, v2.RandomHorizontalFlip())
-    test = Masks(paths[::10], resize)
+    train = [path for index, path in enumerate(paths) if index % 10]
+    train_set = Masks(train, args.classes, resize, v2.RandomHorizontalFlip())
+    test_set = Masks(paths[::10], args.classes, resize)
     options = {"batch_size": args.batch_size, "num_workers": 2}
     options["pin_memory"] = torch.cuda.is_available()
-    return DataLoader(train, shuffle=True, drop_last=True, **options), DataLoader(test, **options)
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
+    return train_loader, DataLoader(test_set, **options)
 
 
 def build_model(args):

@@ -18,6 +18,7 @@ other files edit `decode`. The index of a folder is built once, and again if its
 Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
+import io
 import os
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
+from lib.images import read_image
 from lib.order import Ordered, by_shard
 from lib.tar_samples import TarSamples, tar_index
 
@@ -51,9 +53,9 @@ def open_shards(folder, accelerator, decode):
 def decode(transform, sample):
     """Return an image, and its class. The random transforms draw from torch's global generator,
     which the recipe seeds for each sample."""
-    data = torch.frombuffer(bytearray(sample["png"]), dtype=torch.uint8)
-    image = torchvision.io.decode_image(data, mode="RGB")  # also of JPEG, WebP
-    return v2.functional.to_dtype(transform(image), torch.float32, scale=True), int(sample["cls"])
+    image = read_image(io.BytesIO(sample["png"]), sample["__key__"])  # also of JPEG, WebP
+    image = transform(v2.functional.to_image(image))
+    return v2.functional.to_dtype(image, torch.float32, scale=True), int(sample["cls"])
 
 
 def add_flags(parser):

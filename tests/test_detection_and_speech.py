@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
 
-from lib import coco, fcos, utterances
+from lib import coco, fcos, images, utterances
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ def test_the_average_precision_is_that_of_a_calculation_by_hand(tmp_path):
     would take for none; a crowd may be found any number of times."""
     annotations = [
         {"id": 0, "image_id": 3, "category_id": 1, "bbox": [0, 0, 10, 10]},
-        {"id": 1, "image_id": 3, "category_id": 1, "bbox": [20, 0, 10, 10]},
+        {"id": 1, "image_id": 3, "category_id": 1, "bbox": [20, 0, 10, 10], "area": None},
         {"id": 2, "image_id": 4, "category_id": 1, "bbox": [0, 0, 10, 10]},
         {"id": 3, "image_id": 4, "category_id": 1, "bbox": [50, 0, 40, 40], "iscrowd": 1},
     ]
@@ -369,7 +369,7 @@ def errors(monkeypatch):
             function(*arguments)
         return ended.value.code
 
-    for module in (coco, utterances):
+    for module in (coco, images, utterances):
         monkeypatch.setattr(module, "exit_with_error", exit_with_error)
     return error
 
@@ -411,12 +411,18 @@ def test_wrong_files_of_coco(errors, tmp_path):
             "has category 3: choose --classes 4 or more",
         ),
         ({"annotations": [{**one, "image_id": 2}]}, "image_id 2, which is no image's"),
-        ({"annotations": [{**one, "bbox": []}]}, "is not in COCO's format: IndexError"),
+        ({"annotations": [one, {**one, "bbox": []}]}, "COCO's format in annotation 2: IndexError"),
+        ({}, f"{tmp_path}/a.png is missing (1 files in all)"),
     ]
     for content, error in cases:
         content = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [], **content}
         path = in_coco(tmp_path / "a.json", **content)
         assert error in errors(coco.Objects, tmp_path, path, 3)
+    Image.new("L", (8, 12)).save(tmp_path / "a.png")
+    images = [{"id": 1, "file_name": "a.png", "width": 12, "height": 8}]
+    dataset = coco.Objects(tmp_path, in_coco(path, images, []), 3)
+    with pytest.raises(OSError, match=r"a.png has \(8, 12\) pixels, upright, but by its JSON"):
+        dataset[0]
     path.write_text("{")
     assert "is not in COCO's format: JSONDecodeError" in errors(coco.Objects, tmp_path, path, 3)
 

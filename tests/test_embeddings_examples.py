@@ -378,8 +378,8 @@ def test_a_missing_image_is_one_line(captions, tmp_path):
     flags = [*flags_of_clip(tmp_path, captions / "base"), "--batch-size", 4]
     run = {"processes": 1, "script": script, "flags": flags, "directory": tmp_path}
     [(codes, output)] = forked([run], tmp_path, imports=IMPORTS)
-    assert codes == [1] and "Traceback" not in output
-    assert f"No such file or directory: '{tmp_path}/none.png'" in output.splitlines()[-1]
+    assert codes == [2] and "Traceback" not in output
+    assert f"captions.jsonl: {tmp_path}/none.png is missing (40 files in all)" in output
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from transformers import AutoTokenizer
 
 from ddp_cifar import exit_with_error
+from lib.images import read_image
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
@@ -46,7 +46,7 @@ class Captioned(Dataset):
 
     def __getitem__(self, index):
         name, caption = self.rows[index]
-        image = Image.open(Path(self.folder, name)).convert("RGB")
+        image = read_image(Path(self.folder, name))
         return self.transform(image), torch.tensor(self.tokenize(caption)["input_ids"])
 
 

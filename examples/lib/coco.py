@@ -8,7 +8,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch.utils.data import Dataset
@@ -17,21 +16,26 @@ from torchvision.ops import box_convert
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
+from lib.images import exit_if_missing, read_image
 
 
 def read_coco(path, classes):
     """Return the content of a JSON file in COCO's format, with the fields that COCOeval needs."""
+    number = 0
     try:
         content = json.loads(Path(path).read_text("utf-8"))
         images = {x["id"] for x in content["images"]}
         highest = max(x["id"] for x in content["categories"])
         for number, x in enumerate(content["annotations"], 1):  # 0 would be "none" for COCOeval
-            x |= {"area": x["bbox"][2] * x["bbox"][3], "iscrowd": 0, **x, "id": number}
+            x["id"] = number
+            x["iscrowd"] = x.get("iscrowd") or 0
+            x["area"] = x.get("area") or x["bbox"][2] * x["bbox"][3]
             highest = max(highest, x["category_id"])
             if x["image_id"] not in images:
                 raise ValueError(f"an annotation has image_id {x['image_id']}, which is no image's")
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        exit_with_error(f"{path} is not in COCO's format: {error!r}")
+        where = f" in annotation {number}" if number else ""
+        exit_with_error(f"{path} is not in COCO's format{where}: {error!r}")
     if not images:
         exit_with_error(f"{path} has no images")
     if highest >= classes:
@@ -45,12 +49,14 @@ class Objects(Dataset):
 
     def __init__(self, folder, path, classes, *transforms):
         content = read_coco(path, classes)
-        self.images = [(Path(folder, x["file_name"]), x["id"]) for x in content["images"]]
+        self.images = content["images"]
+        self.paths = [Path(folder, x["file_name"]) for x in self.images]
+        exit_if_missing(self.paths, path)
         objects = defaultdict(list)
         for x in content["annotations"]:
             if not x["iscrowd"]:
                 objects[x["image_id"]].append([*x["bbox"], x["category_id"]])
-        rows = [objects[image] for _, image in self.images]
+        rows = [objects[x["id"]] for x in self.images]
         self.objects = [torch.tensor(x, dtype=torch.float32).view(-1, 5) for x in rows]
         # A box may be outside of its image, or have no area.
         checks = [v2.ClampBoundingBoxes(), v2.SanitizeBoundingBoxes()]
@@ -61,12 +67,20 @@ class Objects(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        path, image = self.images[index]
-        pixels = tv_tensors.Image(Image.open(path).convert("RGB"))
+        path, described = self.paths[index], self.images[index]
+        image = read_image(path)
+        size = described.get("width", image.width), described.get("height", image.height)
+        if image.size != size:
+            raise OSError(f"{path} has {image.size} pixels, upright, but by its JSON {size}")
+        pixels = tv_tensors.Image(image)
         boxes, labels = self.objects[index].split([4, 1], dim=1)
         size = {"format": "XYXY", "canvas_size": pixels.shape[-2:]}
         boxes = tv_tensors.BoundingBoxes(box_convert(boxes, "xywh", "xyxy"), **size)
-        target = {"boxes": boxes, "labels": labels[:, 0].long(), "image": torch.tensor(image)}
+        target = {
+            "boxes": boxes,
+            "labels": labels[:, 0].long(),
+            "image": torch.tensor(described["id"]),
+        }
         return self.transform(pixels, target)
 
 

@@ -44,7 +44,8 @@ def opened(path):
 
 
 class TarSamples(Dataset):
-    """`decode` of the samples of tar files, {"jpg": bytes, "cls": bytes}, in one read each."""
+    """`decode` of the samples of tar files, in one read each: {"jpg": bytes, "cls": bytes,
+    "__key__": the common part of the files' names}."""
 
     def __init__(self, paths, index, decode):
         self.paths = paths
@@ -58,5 +59,6 @@ class TarSamples(Dataset):
         shard, offset, size = self.index[index].tolist()
         content = os.pread(opened(self.paths[shard]).fileno(), size, offset)
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            files = filter(tarfile.TarInfo.isfile, tar)
-            return self.decode({name_and_type(x)[1]: tar.extractfile(x).read() for x in files})
+            files = list(filter(tarfile.TarInfo.isfile, tar))
+            sample = {name_and_type(x)[1]: tar.extractfile(x).read() for x in files}
+        return self.decode(sample | {"__key__": name_and_type(files[0])[0]})

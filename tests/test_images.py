@@ -1,0 +1,149 @@
+"""Image files in each example that reads some: as they were meant, or an error with their name."""
+
+import json
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from composed import make
+from conftest import forked
+from PIL import Image
+from torchvision.transforms.v2 import Identity
+
+pytestmark = pytest.mark.slow
+
+
+def of_photos(path):
+    import photos
+
+    for part in ("train", "test"):
+        folder = path.parent / part / "only"
+        folder.mkdir(parents=True)
+        (folder / path.name).symlink_to(path)
+    _, dataset = photos.photo_folders(SimpleNamespace(photos=path.parent, size=8))
+    return dataset[0][0]
+
+
+def of_detection(path):
+    from lib import coco
+
+    content = {"images": [{"id": 1, "file_name": path.name}], "annotations": []}
+    content["categories"] = [{"id": 1}]
+    path.with_suffix(".json").write_text(json.dumps(content))
+    return coco.Objects(path.parent, path.with_suffix(".json"), 2)[0][0]
+
+
+def of_clip(path):
+    from lib import captions
+
+    def tokenize(caption):
+        return {"input_ids": [1]}
+
+    return captions.Captioned([(path.name, "")], path.parent, tokenize, Identity())[0][0]
+
+
+def of_segmentation(path):
+    import segmentation
+
+    Image.new("L", (8, 12)).save(path.with_suffix(".png"))
+    return segmentation.Masks([path], 4, Identity())[0][0]
+
+
+def of_shards(path):
+    import tar_shards
+
+    sample = {"png": path.read_bytes(), "cls": b"0", "__key__": path.name}
+    return tar_shards.decode(Identity(), sample)[0]
+
+
+READERS = [of_photos, of_detection, of_clip, of_segmentation, of_shards]
+
+
+def picture(seed=0):
+    return numpy.random.default_rng(seed).integers(256, size=(12, 8, 3), dtype="uint8")
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_photo_is_turned_as_its_camera_says(read, tmp_path):
+    """Its pixels are saved as the sensor has them: a quarter turn to the left."""
+    pixels = picture()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # EXIF's tag of the orientation: to be shown turned to the right
+    found = []
+    for name, image, exif in (("a", pixels, Image.Exif()), ("b", numpy.rot90(pixels), turned)):
+        path = tmp_path / name / "a.webp"
+        path.parent.mkdir()
+        Image.fromarray(image).save(path, lossless=True, exif=exif)
+        found.append(read(path))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("wrong", ["truncated", "16 bits", "no image"])
+def test_an_image_that_cannot_be_read_as_it_was_meant_is_an_error_with_its_name(
+    read, wrong, tmp_path
+):
+    path = tmp_path / "a.tif"
+    Image.fromarray(picture()).save(path)
+    if wrong == "16 bits":
+        Image.fromarray(picture()[:, :, 0].astype("uint16") * 257).save(path)
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[:200], "no image": b"text"}.get(wrong, content))
+    with pytest.raises(OSError, match=r"a\.tif") as error:
+        read(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_worker_that_finds_a_damaged_photo_ends_the_run_with_its_name(tmp_path):
+    for index in range(20):
+        path = tmp_path / f"photos/{('train', 'test')[index % 2]}/one/{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture(index)).save(path)
+    damaged = tmp_path / "photos/train/one/18.png"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    make(script := tmp_path / "mine.py", "ddp", "photos")
+    script.write_text(script.read_text().replace('"num_workers": 0', '"num_workers": 1'))
+    run = {"processes": 1, "script": script, "directory": tmp_path}
+    [(codes, output)] = forked([{**run, "flags": ["--cpu", "--batch-size", 5]}], tmp_path)
+    assert codes == [1] and "Traceback" not in output, output
+    assert "photos/train/one/18.png: " in output.splitlines()[-1]
+
+
+def masks(directory, *values):
+    """Photos, and masks with one value in each corner."""
+    paths = []
+    for index, corners in enumerate(values):
+        mask = numpy.zeros((12, 8), "uint8")
+        mask[::11, ::7] = numpy.reshape(corners, (2, 2))
+        paths.append(directory / f"{index}.jpg")
+        Image.fromarray(picture()).save(paths[-1])
+        Image.fromarray(mask).save(directory / f"{index}.png")
+    return paths
+
+
+def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
+    import segmentation
+
+    paths = masks(tmp_path, [0, 1, 3, 255], [0, 1, 1, 4], [255, 255, 0, 0])
+    data = segmentation.Masks(paths, 4, Identity())
+    assert data[0][1].unique().tolist() == [0, 1, 3, 255]
+    with pytest.raises(OSError, match=r"1\.jpg: its mask has class 4: set --classes 5"):
+        data[1]
+    assert data[2][1].unique().tolist() == [0, 255], "an image without an object"
+    Image.new("L", (9, 12)).save(tmp_path / "0.png")
+    with pytest.raises(OSError, match=r"0\.jpg: its mask has \(9, 12\) pixels, not \(8, 12\)"):
+        data[0]
+    Image.new("RGB", (8, 12)).save(tmp_path / "0.png")
+    with pytest.raises(OSError, match=r"0\.jpg: its mask has pixels of type RGB"):
+        data[0]
+
+
+def test_masks_of_0_and_255_alone_are_an_error(tmp_path):
+    masks(tmp_path, *[[0, 255, 0, 255]] * 30)
+    make(script := tmp_path / "mine.py", "ddp", "segmentation")
+    run = {"processes": 1, "script": script, "directory": tmp_path}
+    flags = ["--cpu", "--images", tmp_path, "--batch-size", 4]
+    [(codes, output)] = forked([{**run, "flags": flags}], tmp_path)
+    assert codes == [2] and output.count("\n") == 1
+    assert "all masks have 0 and 255 alone" in output
