@@ -43,6 +43,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from machine import CORES, ROOT, VERSIONS, bf16_instructions, commit, execute, hardware
 
 BASELINE = "plain_ddp"
+TUNED = f"{BASELINE} --tuned"
 RECIPES = ["data_parallel_cifar", "ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 RECIPES = [BASELINE, *RECIPES]
 GPUS = torch.cuda.device_count()
@@ -58,6 +59,7 @@ COLUMNS = {
     "images/s": "median over the rounds",
     "range": "lowest and highest of the rounds",
     "ratio": f"images/s / those of {BASELINE} on the same N in the same round, median, range",
+    "to tuned": f"the same to those of {TUNED}",
     "scaling": f"images/s / {'(N times those of one)' if GPUS else 'those of one process'}",
     "GiB": f"peak {'GPU' if GPUS else 'resident'} memory, the maximum over the processes",
 }
@@ -74,7 +76,8 @@ class Configuration:
         self.samples = []
         self.failure = None
         self.unavailable = None
-        in_bf16 = "bf16" in recipe or (self.name == "amp_cifar" and "--precision" not in recipe)
+        in_bf16 = "bf16" in recipe or recipe == TUNED
+        in_bf16 |= self.name == "amp_cifar" and "--precision" not in recipe
         if in_bf16 and not (GPUS or bf16_instructions()):  # a recipe says what a GPU cannot do
             self.unavailable = "this CPU has no bf16 instructions: emulated, it is much slower"
 
@@ -154,7 +157,8 @@ class Configuration:
             return []
 
         rates = [sample["samples_per_second"] for sample in self.samples]
-        to_baseline, to_one = ratios(BASELINE, self.processes), ratios(self.recipe, 1)
+        to_baseline, to_tuned = (ratios(name, self.processes) for name in (BASELINE, TUNED))
+        to_one = ratios(self.recipe, 1)
         one = statistics.median(to_one) if to_one else None
         names = ("samples_per_second", "peak_memory_gib", "start_seconds")
         columns = {name: [sample[name] for sample in self.samples] for name in names}
@@ -164,6 +168,8 @@ class Configuration:
             "most": max(rates),
             "ratio": statistics.median(to_baseline) if to_baseline else None,
             "ratio_range": [f(to_baseline, default=None) for f in (min, max)],
+            "to_tuned": statistics.median(to_tuned) if to_tuned else None,
+            "to_tuned_range": [f(to_tuned, default=None) for f in (min, max)],
             # N processes on CPU share the cores; N GPUs are N times the hardware of one.
             "scaling": one and one / (self.processes if GPUS else 1),
         }
@@ -231,8 +237,14 @@ def load_endless_data(load_data, args, accelerator):
 # -------------------------------------------------------------------------------------- the results
 def columns(configurations):
     """Return the names of the columns: N and scaling only for several numbers of processes."""
-    several = len({one.processes for one in configurations}) > 1
-    return [name for name in COLUMNS if several or name not in ("N", "scaling")]
+    left_out = set() if any(one.recipe == TUNED for one in configurations) else {"to tuned"}
+    if len({one.processes for one in configurations}) == 1:
+        left_out |= {"N", "scaling"}
+    return [name for name in COLUMNS if name not in left_out]
+
+
+def shown_ratio(median, ends):
+    return f"{median:.2f} ({ends[0]:.2f}-{ends[1]:.2f})" if median else "-"
 
 
 def rows(configurations):
@@ -240,13 +252,13 @@ def rows(configurations):
     lines = []
     for one in configurations:
         got = one.results(configurations)
-        cells = [one.outcome(), *[""] * 4]
+        cells = [one.outcome(), *[""] * 5]
         if got:
-            low, high = got["ratio_range"]
             cells = [
                 f"{got['samples_per_second']:,.0f}",
                 f"{got['least']:,.0f}-{got['most']:,.0f}",
-                f"{got['ratio']:.2f} ({low:.2f}-{high:.2f})" if got["ratio"] else "-",
+                shown_ratio(got["ratio"], got["ratio_range"]),
+                shown_ratio(got["to_tuned"], got["to_tuned_range"]),
                 f"{got['scaling']:.2f}" if got["scaling"] else "-",
                 f"{got['peak_memory_gib']:.1f}" if "peak_memory_gib" in got else "-",
             ]
@@ -328,7 +340,9 @@ def parse_args():
     add = parser.add_argument
     compiled = ["ddp_cifar", "ddp_cifar --compile", "amp_cifar", "amp_cifar --compile"]
     # Two workers may be too few for a fast GPU: the baseline runs with eight, too.
-    gpu_recipes = [BASELINE, f"{BASELINE} --workers 8", RECIPES[1], *compiled, *RECIPES[-2:]]
+    tuned = [TUNED, f"{TUNED} fp32"]
+    gpu_recipes = [BASELINE, f"{BASELINE} --workers 8", *tuned]
+    gpu_recipes += [RECIPES[1], *compiled, *RECIPES[-2:]]
     counts = [n for n in (1, 2, 4, 8) if n <= (GPUS or CORES)]
     names = {"nargs": "+", "metavar": "RECIPE", "default": gpu_recipes if GPUS else RECIPES}
     numbers = {"nargs": "+", "type": int, "choices": (1, 2, 4, 8)}

@@ -1,6 +1,7 @@
 """The benchmarks: the recipes really run, what was measured is kept, the arithmetic is right."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -138,6 +139,23 @@ def test_the_baseline_is_measured_between_its_last_two_lines_of_losses():
     assert bench.sample_of_baseline(lines) == bench.as_sample(40, 2, 1.5, 3)
 
 
+@pytest.mark.slow
+def test_the_tuned_baseline_trains_the_same_on_one_process_and_two():
+    """The losses and accuracies of its lines are those of whole global batches."""
+    flags = "--data synthetic --model simple_cnn --cpu --max-steps 8 --log-every 4".split()
+    lines = []
+    for processes in (1, 2):
+        command = [sys.executable, ROOT / "benchmarks/plain_ddp.py", "--tuned", "fp32", *flags]
+        command += ["--processes", str(processes), "--batch-size", str(32 // processes)]
+        environment = os.environ | {"TORCH_COMPILE_DISABLE": "1"}  # it takes half a minute
+        output = subprocess.check_output(command, env=environment, text=True)
+        lines.append([line.split() for line in output.splitlines() if line.startswith("step ")])
+    for one, two in zip(*lines, strict=True):
+        assert one[:5] == two[:5] and one[3] in ("128", "256")
+        assert float(one[5]) == pytest.approx(float(two[5]), abs=0.0011)  # printed to 0.001
+        assert float(one[7][:-1]) == pytest.approx(float(two[7][:-1]), abs=0.8)  # of 128 images
+
+
 def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
     # The machine slows down fivefold: each round's ratio is what counts.
     baseline = measured("plain_ddp", 2, 100, 50, 20)
@@ -158,6 +176,7 @@ def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
 def test_the_table_has_every_configuration_and_a_failure_fails_the_whole(main, capsys):
     outcomes = {
         "plain_ddp": [100, 200],
+        "plain_ddp --tuned": [200, 200],
         "ddp_cifar --lr 1": [150, 100],
         "amp_cifar": ["exit code 7"],
     }
@@ -165,11 +184,12 @@ def test_the_table_has_every_configuration_and_a_failure_fails_the_whole(main, c
     assert code == 1
     table = [line for line in files[".md"].splitlines() if line.startswith("| ")]
     assert table[2:] == [
-        "| plain_ddp | 150 | 100-200 | 1.00 (1.00-1.00) | 1.5 |",
-        "| ddp --lr 1 | 125 | 100-150 | 1.00 (0.50-1.50) | 1.5 |",
-        "| amp | failed |  |  |  |",
+        "| plain_ddp | 150 | 100-200 | 1.00 (1.00-1.00) | 0.75 (0.50-1.00) | 1.5 |",
+        "| plain_ddp --tuned | 200 | 200-200 | 1.50 (1.00-2.00) | 1.00 (1.00-1.00) | 1.5 |",
+        "| ddp --lr 1 | 125 | 100-150 | 1.00 (0.50-1.50) | 0.62 (0.50-0.75) | 1.5 |",
+        "| amp | failed |  |  |  |  |",
     ]
-    assert files[".json"]["configurations"][1]["ratio"] == 1.0
+    assert files[".json"]["configurations"][2]["ratio"] == 1.0
     output, errors = capsys.readouterr()
     assert "bench: amp_cifar on 1 failed: exit code 7" in errors
     assert "round 1/2: ddp_cifar --lr 1 on 1: 150 images/s" in output
