@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=activation_checkpointing
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing: blocks keep their inputs, and compute their activations twice.
 

@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=auroc
 # SPDX-License-Identifier: Apache-2.0
 """The test's lines have test_auroc: each class against all others, and the mean over the classes.
 

@@ -1,17 +1,14 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=balanced
 # SPDX-License-Identifier: Apache-2.0
 """Train ResNet-18 on photos in folders, of which some classes are rare.
 
-    mkdir -p photos/train/rows photos/train/columns photos/test/rows photos/test/columns
-    python -c "import torch; from torchvision.utils import save_image; [save_image(
-        torch.rand(3, *size).expand(3, 80, 80), f'photos/{part}/{name}/{i}.png')
-        for name, size, often in [('rows', (80, 1), 9), ('columns', (1, 80), 1)]
-        for part, n in [('train', 32), ('test', 8)] for i in range(n * often)]"
-    torchrun --nproc_per_node 2 mine.py --photos photos --batch-size 16 --epochs 4
+    python tools/toy.py rare
+    torchrun --nproc_per_node 2 mine.py --photos toy/rare --batch-size 16 --epochs 4
 
-Of the stripes that the first commands draw, one kind is rare. `--balance drawing` draws a class as
-often as any other: in an epoch a rare photo comes several times, in other crops. `--balance loss`
-draws each photo once, and multiplies its loss by N / (classes * photos of its class). In the test,
-loss and balanced_accuracy are means over classes, accuracy is that over all photos.
+One of the two toy classes is rare. `--balance drawing` draws a class as often as any other: in an
+epoch a rare photo comes several times, in other crops. `--balance loss` draws each photo once, and
+multiplies its loss by N / (classes * photos of its class). In the test, loss and balanced_accuracy
+are means over classes, accuracy is that over all photos.
 
 Group: vision. Recipes: ddp, amp, sharded.
 """

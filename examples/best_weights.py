@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=best_weights
 # SPDX-License-Identifier: Apache-2.0
 """best.safetensors has the weights of the lowest test loss; five tests without one end the run.
 

@@ -1,8 +1,9 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=by_length
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Llama on the lines of a text file, in batches of lines of similar lengths.
 
-    cat $(python -c "import os; print(os.__file__[:-5])")[a-d]*.py | grep . > text.txt
-    torchrun --nproc_per_node 2 mine.py --text text.txt --batch-size 64 --epochs 1
+    python tools/toy.py text
+    torchrun --nproc_per_node 2 mine.py --text toy/text.txt --batch-size 64 --epochs 1
 
 Needs `pip install transformers`. The bytes of a line are its tokens, at most --length + 1 of them.
 The first tenth of the lines is the test set. The order puts lines of similar lengths into the same

@@ -1,26 +1,19 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=clip
 # SPDX-License-Identifier: Apache-2.0
 """Train CLIP to match images and captions (Radford et al. 2021, arXiv:2103.00020).
 
-    mkdir shapes
-    python -c "import json; from random import choice, sample; from PIL import Image, ImageDraw; [(
-        getattr(ImageDraw.Draw(image), shape)((x, y, x + 14, y + 14), fill=front), image.save(name),
-        print(json.dumps({'image': name, 'caption': f'a {front} {shape} on {back}'})))
-        for i in range(640) for shape in [choice(['ellipse', 'rectangle'])]
-        for front, back in [sample('red green blue yellow cyan black white orange'.split(), 2)]
-        for x, y in [sample(range(18), 2)] for name in [f'shapes/{i}.png']
-        for image in [Image.new('RGB', (32, 32), back)]]" > captions.jsonl
-    python -c "import transformers as hf; captions = open('captions.jsonl'); (
-        hf.CLIPTokenizer().train_new_from_iterator(captions, 400).save_pretrained('base'),
-        hf.CLIPModel(hf.CLIPConfig(projection_dim=64, **{f'{x}_config': {'hidden_size': 64,
-            'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4, **more}
-            for x, more in [('text', {'vocab_size': 400, 'bos_token_id': 0, 'eos_token_id': 1}),
-            ('vision', {'image_size': 32, 'patch_size': 8})]})).save_pretrained('base'))"
-    torchrun --nproc_per_node 2 mine.py --base base --epochs 9 --batch-size 32 --lr 1e-3
+    python tools/toy.py captions
+    torchrun --nproc_per_node 2 mine.py --base toy/clip \\
+        --captions toy/captions/captions.jsonl --epochs 9 --batch-size 32 --lr 1e-3
 
-Needs `pip install transformers`. The third command makes a tiny model with random weights, for
-which --lr is higher than for pretrained ones. An image's path is relative to the folder of
---captions. Every tenth line, but at most 5,000 of them, is in the test set. A training image is
-cropped at random, to nine tenths of its area or more, and never mirrored: a caption may say "left".
+With a model of the Hub and your own captions.jsonl:
+
+    torchrun --nproc_per_node 2 mine.py --base openai/clip-vit-base-patch32
+
+Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. An
+image's path is relative to the folder of --captions. Every tenth line, but at most 5,000 of them,
+is in the test set. A training image is cropped at random, to nine tenths of its area or more, and
+never mirrored: a caption may say "left".
 
 The negatives of a pair are all others of the global batch, on all processes and in all
 microbatches. Set its size by --global-batch-size: then any number of processes and any --batch-size

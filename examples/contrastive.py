@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=contrastive
 # SPDX-License-Identifier: Apache-2.0
 """Train a network without labels on two views of each image (SimCLR, Chen et al. 2020).
 

@@ -1,17 +1,11 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=detection
 # SPDX-License-Identifier: Apache-2.0
 """Train FCOS to find objects: images of any sizes, and their boxes in COCO's JSON.
 
-    python -c "import json, os; from random import randint as r; from PIL import Image; [(
-        os.mkdir(part), [images[x['image_id']].paste(80 * x['category_id'], (a, b, a + c, b + d))
-            for x in boxes for a, b, c, d in [x['bbox']]],
-        [image.save(f'{part}/{i}.png') for i, image in enumerate(images)],
-        json.dump({'images': [{'id': i, 'file_name': f'{i}.png'} for i in range(n)],
-            'annotations': boxes, 'categories': [{'id': 1}, {'id': 2}]}, open(f'{part}.json', 'w')))
-        for part, n in [('train', 160), ('test', 40)]
-        for images in [[Image.new('L', (r(60, 96), r(60, 96))) for _ in range(n)]]
-        for boxes in [[{'image_id': r(1, n - 1), 'category_id': r(1, 2),
-            'bbox': [r(0, 30), r(0, 30), r(9, 30), r(9, 30)]} for _ in range(2 * n)]]]"
-    torchrun --nproc_per_node 2 mine.py --resnet 18 --norm group --size 96 --epochs 4 --batch-size 4
+    python tools/toy.py boxes
+    torchrun --nproc_per_node 2 mine.py --train toy/boxes/train toy/boxes/train.json \\
+        --test toy/boxes/test toy/boxes/test.json --resnet 18 --norm group --size 96 \\
+        --epochs 4 --batch-size 4
 
 Needs `pip install pycocotools`. For COCO: --train train2017 annotations/instances_train2017.json.
 To begin from pretrained weights, which is usual, save them once, and name the file by --weights:

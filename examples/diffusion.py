@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=diffusion
 # SPDX-License-Identifier: Apache-2.0
 """Train a denoising diffusion model on CIFAR-10 (Ho et al. 2020, arXiv:2006.11239).
 

@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=distillation
 # SPDX-License-Identifier: Apache-2.0
 """Train a small network on CIFAR-10 to answer as a larger, trained one (Hinton et al. 2015).
 

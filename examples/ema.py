@@ -1,8 +1,9 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=ema
 # SPDX-License-Identifier: Apache-2.0
 """An exponential moving average (EMA) of the weights is evaluated and saved in place of them.
 
-Checkpoints hold both. In step N the average keeps (N + 1) / (N + 10) of its value, and 0.999 of it
-from step 8990 on, so that a short training does not evaluate its initial weights.
+Checkpoints hold both. In step N the average keeps (N + 1) / (N + 10) of its value, but at most
+--ema-decay, 0.999 by default. So a short training does not evaluate its initial weights.
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
@@ -10,7 +11,13 @@ Group: additions. Recipes: ddp, amp, pipeline, sharded.
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-EMA_DECAY = 0.999
+from ddp_cifar import positive
+
+
+def add_ema_flags(parser):
+    """Add the flag of the average, which a resumed run must repeat."""
+    what = "share of the average that a step keeps (%(default)s)"
+    parser.add_argument("--ema-decay", type=positive(float), default=0.999, help=what)
 
 
 class Average:
@@ -21,7 +28,8 @@ class Average:
     on the device. Of a sharded model, each process averages its own shards.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, decay):
+        self.decay = decay
         trained = [x for x in model.parameters() if x.requires_grad]
         floating = [x for x in model.buffers() if x.is_floating_point()]
         others = [x for x in model.buffers() if not x.is_floating_point()]
@@ -30,7 +38,7 @@ class Average:
         self.in_use = False  # whether the model holds the average
 
     def update(self, step):
-        average = get_ema_multi_avg_fn(min(EMA_DECAY, (step + 1) / (step + 10)))
+        average = get_ema_multi_avg_fn(min(self.decay, (step + 1) / (step + 10)))
         for stored, group in zip(self.stored[:2], self.in_model[:2], strict=True):
             if group:
                 average(stored, group, None)

@@ -1,28 +1,24 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=embeddings
 # SPDX-License-Identifier: Apache-2.0
 """Train embeddings of texts for search, on pairs such as a question and its answer.
 
-    python -c "import ast, glob, json, os; [
-        print(json.dumps({'anchor': x.name.replace('_', ' '), 'positive': text}))
-        for path in glob.glob(os.__file__[:-5] + '[a-d]*.py')
-        for x in ast.walk(ast.parse(open(path).read()))
-        if isinstance(x, ast.FunctionDef) and (text := ast.get_docstring(x))]" > pairs.jsonl
-    python -c "import tokenizers, transformers as hf; x = tokenizers.ByteLevelBPETokenizer(); (
-        x.train('pairs.jsonl', 999),
-        hf.PreTrainedTokenizerFast(tokenizer_object=x).save_pretrained('base'),
-        hf.BertModel(hf.BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        vocab_size=999, num_attention_heads=4)).save_pretrained('base'))"
-    torchrun --nproc_per_node 2 mine.py --base base --epochs 5 --batch-size 64 --lr 3e-3
+    python tools/toy.py pairs
+    torchrun --nproc_per_node 2 mine.py --base toy/bert --pairs toy/pairs.jsonl \\
+        --epochs 5 --batch-size 64 --lr 3e-3
 
-Needs `pip install transformers`. The second command makes a tiny model with random weights, for
-which --lr is higher than for pretrained ones. The names in a line are those of
-sentence-transformers. Every tenth line, but at most 5,000 of them, is in the test set. The
-negatives of a pair are all others of the global batch, on all processes and in all microbatches.
-Set its size by --global-batch-size: then any number of processes and any --batch-size train the
-same, but microbatches of another size get other masks of dropout. Each text goes through the model
-twice for this. Equal texts in two pairs are negatives, too. The temperature is learned, but with
-lora constant. "recall_at_1" is the share of the anchors whose positive is the nearest, of the
-global batch or of the whole test set. The loss grows with their size: do not compare that of a test
-with that of a step.
+With a model of the Hub and your own pairs.jsonl:
+
+    torchrun --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
+
+Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. The names
+in a line are those of sentence-transformers. Every tenth line, but at most 5,000 of them, is in the
+test set. The negatives of a pair are all others of the global batch, on all processes and in all
+microbatches. Set its size by --global-batch-size: then any number of processes and any --batch-size
+train the same, but microbatches of another size get other masks of dropout. Each text goes through
+the model twice for this. Equal texts in two pairs are negatives, too. The temperature is learned,
+but with lora constant. "recall_at_1" is the share of the anchors whose positive is the nearest, of
+the global batch or of the whole test set. The loss grows with their size: do not compare that of a
+test with that of a step.
 
 Without lora, model.safetensors of a run, in a directory with the other files of --base, is loaded
 by `AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.

@@ -1,19 +1,18 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=fine_tune
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune a pretrained language model of the Hugging Face Hub, or of a directory, on a text file.
 
-    python -c "from pydoc_data.topics import topics; print(*topics.values())" > text.txt
-    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
-        x.train('text.txt', 999, special_tokens=['<s>']),
-        transformers.PreTrainedTokenizerFast(tokenizer_object=x).save_pretrained('base'))"
-    python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=999,
-        num_attention_heads=4)).bfloat16().save_pretrained('base')"
-    torchrun --nproc_per_node 2 mine.py --base base --epochs 1 --batch-size 16 --lr 3e-3
+    python tools/toy.py text
+    torchrun --nproc_per_node 2 mine.py --base toy/llama --text toy/text.txt --epochs 1 \\
+        --batch-size 16 --lr 3e-3
 
-Needs `pip install transformers`. The second and third command make a tiny model with random
-weights, for which --lr is higher than for pretrained ones. Weights saved in bf16 are trained in
-fp32, or small updates would be rounded away. `from_pretrained` loads model.safetensors of a run
-from a directory with the other files of --base.
+With a model of the Hub and your own text.txt:
+
+    torchrun --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M
+
+Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. Weights
+saved in bf16 are trained in fp32, or small updates would be rounded away. `from_pretrained` loads
+model.safetensors of a run from a directory with the other files of --base.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=gan
 # SPDX-License-Identifier: Apache-2.0
 """Train a generator of images against a critic on CIFAR-10 (GAN, Goodfellow et al. 2014).
 

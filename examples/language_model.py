@@ -1,8 +1,9 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=language_model
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Llama on the bytes of a text file.
 
-    python -c "from pydoc_data.topics import topics; print(*topics.values())" > text.txt
-    torchrun --nproc_per_node 2 mine.py --text text.txt --epochs 1 --batch-size 16
+    python tools/toy.py text
+    torchrun --nproc_per_node 2 mine.py --text toy/text.txt --epochs 1 --batch-size 16
 
 Needs `pip install transformers`. The bytes of the file are the tokens, and its last tenth is the
 test set. Every token counts once, however a batch is divided: "weight" is the number of a

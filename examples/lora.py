@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=lora
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: each linear layer and convolution gets two small matrices (peft). Only these are trained.
 

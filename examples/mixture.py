@@ -1,11 +1,12 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=mixture
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Llama on several texts, mixed by weights.
 
-    python -c "from pydoc_data.topics import topics; print(*[*topics.values()][:40])" > a.txt
-    cat $(python -c "import os; print(os.__file__[:-5])")[a-b]*.py > b.txt
-    torchrun --nproc_per_node 2 mine.py --mix a.txt:3 b.txt:1 --batch-size 16 --epochs 1
+    python tools/toy.py text
+    torchrun --nproc_per_node 2 mine.py --mix toy/text.txt:3 toy/code.txt:1 \\
+        --batch-size 16 --epochs 1
 
-Needs `pip install transformers`. Here three of four sequences are of a.txt, in any part of an
+Needs `pip install transformers`. Here three of four sequences are of text.txt, in any part of an
 epoch, which has as many as all texts together: a short text comes several times, and of a long one
 each epoch takes another part. The last tenth of each text is test data, which is not weighted.
 

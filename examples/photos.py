@@ -1,16 +1,13 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=photos
 # SPDX-License-Identifier: Apache-2.0
 """Train ResNet-18 on photos in folders: photos/train/CLASS/*.png and photos/test/CLASS/*.png.
 
-    mkdir -p photos/train/rows photos/train/columns photos/test/rows photos/test/columns
-    python -c "import torch; from torchvision.utils import save_image; [save_image(
-        torch.rand(3, *size).expand(3, 80, 80), f'photos/{part}/{name}/{i}.png')
-        for part, n in [('train', 160), ('test', 40)] for i in range(n)
-        for name, size in [('rows', (80, 1)), ('columns', (1, 80))]]"
-    torchrun --nproc_per_node 2 mine.py --photos photos --batch-size 16 --epochs 4
+    python tools/toy.py photos
+    torchrun --nproc_per_node 2 mine.py --photos toy/photos --batch-size 16 --epochs 4
 
-The first two commands draw stripes of two kinds. For your own photos, name the folders of classes
-as you like, .jpg is read as well, and choose --size and the random transforms. To begin from
-pretrained weights, save them once, and name the file by --weights:
+The toy photos are stripes. For your own photos, name the folders of classes as you like, .jpg is
+read as well, and choose --size and the random transforms. To begin from pretrained weights, save
+them once, and name the file by --weights:
 torch.save(torchvision.models.resnet18(weights="DEFAULT").state_dict(), "resnet18.pt").
 
 Group: vision. Recipes: ddp, amp, pipeline, sharded.

@@ -1,18 +1,14 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=preferences
 # SPDX-License-Identifier: Apache-2.0
 """Tune a chat model on preferences, pairs of a chosen and a rejected answer: DPO.
 
-    python -c "import json; [print(json.dumps({'prompt': f'{i} + {j}', 'chosen': f'It is {i + j}.',
-        'rejected': 'No' + ' idea' * (i % 5)})) for i in range(20) for j in range(20)
-        ]" > pairs.jsonl
-    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
-        x.train('pairs.jsonl', 400, special_tokens=['<|user|>', '<|assistant|>', '<|end|>']),
-        transformers.PreTrainedTokenizerFast(tokenizer_object=x, eos_token='<|end|>', chat_template=
-        '{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}'
-        '{% if add_generation_prompt %}<|assistant|>{% endif %}').save_pretrained('base'))"
-    python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=400,
-        num_attention_heads=4, eos_token_id=2)).bfloat16().save_pretrained('base')"
-    torchrun --nproc_per_node 2 mine.py --base base --epochs 3 --batch-size 8 --lr 1e-3
+    python tools/toy.py preferences
+    torchrun --nproc_per_node 2 mine.py --base toy/llama --pairs toy/preferences.jsonl \\
+        --epochs 3 --batch-size 8 --lr 1e-3
+
+With a model of the Hub and your own pairs.jsonl:
+
+    torchrun --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
 
 Needs `pip install transformers jinja2`. The loss is that of Rafailov et al. 2023, arXiv:2305.18290.
 In each line of --pairs, "chosen" and "rejected" are texts or lists of messages. "prompt" is a text

@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=resnet20
 # SPDX-License-Identifier: Apache-2.0
 """Train ResNet-20 on CIFAR-10 to a published accuracy: 91.25% (He et al. 2015, arXiv:1512.03385).
 

@@ -1,3 +1,4 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=second_optimizer
 # SPDX-License-Identifier: Apache-2.0
 """Muon optimizes the matrices of linear layers, AdamW everything else.
 

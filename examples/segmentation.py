@@ -1,10 +1,9 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=segmentation
 # SPDX-License-Identifier: Apache-2.0
 """Train a small encoder and decoder to segment images: images/NAME.jpg and masks images/NAME.png.
 
-    python -c "import os; from PIL.Image import radial_gradient; os.mkdir('rings'); [
-        (x.save(f'rings/{i}.jpg'), x.point(lambda value: value // 64).save(f'rings/{i}.png'))
-        for i in range(160) for x in [radial_gradient('L').crop((i, i // 2, i + 64, i // 2 + 64))]]"
-    torchrun --nproc_per_node 2 mine.py --images rings --batch-size 8 --epochs 6
+    python tools/toy.py masks
+    torchrun --nproc_per_node 2 mine.py --images toy/masks --batch-size 8 --epochs 6
 
 A mask has the number of a class, or 255 for a pixel that does not count, as in PASCAL VOC. Every
 tenth image is in the test set. All pixels that count are equal: "weight" is their number in an

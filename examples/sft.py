@@ -1,24 +1,19 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=sft
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune a chat model on conversations: instruction tuning, with loss on the answers alone.
 
-    python -c "import json; [print(json.dumps({'messages': [{'role': 'user', 'content': f'{i} + {j}'
-        }, {'role': 'assistant', 'content': f'It is {i + j}.'}, {'role': 'user', 'content': 'Thanks'
-        }, {'role': 'assistant', 'content': 'Any' + ' time' * (i % 5)}]}))
-        for i in range(20) for j in range(20)]" > chats.jsonl
-    python -c "import tokenizers, transformers; x = tokenizers.ByteLevelBPETokenizer(); (
-        x.train('chats.jsonl', 400, special_tokens=['<|user|>', '<|assistant|>', '<|end|>']),
-        transformers.PreTrainedTokenizerFast(tokenizer_object=x, eos_token='<|end|>', chat_template=
-        '{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}'
-        '{% if add_generation_prompt %}<|assistant|>{% endif %}').save_pretrained('base'))"
-    python -c "from transformers import LlamaConfig, LlamaForCausalLM; LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=400,
-        num_attention_heads=4, eos_token_id=2)).bfloat16().save_pretrained('base')"
-    torchrun --nproc_per_node 2 mine.py --base base --epochs 9 --batch-size 16 --lr 3e-3
+    python tools/toy.py chats
+    torchrun --nproc_per_node 2 mine.py --base toy/llama --chats toy/chats.jsonl \\
+        --epochs 9 --batch-size 16 --lr 3e-3
 
-Needs `pip install transformers jinja2`. The commands make conversations, a tokenizer with a chat
-template, and a tiny model with random weights. Each line of --chats has "messages", and may have
-"tools". The last tenth is the test set. Batches have chats of similar lengths, and every token of
-an answer counts once. Chats are cut at --length tokens.
+With a model of the Hub and your own chats.jsonl:
+
+    torchrun --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+
+Needs `pip install transformers jinja2`. The toy model has random weights: --lr is higher for it.
+Each line of --chats has "messages", and may have "tools". The last tenth is the test set. Batches
+have chats of similar lengths, and every token of an answer counts once. Chats are cut at --length
+tokens.
 
 For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
 the tokenizer and config.json: `transformers.pipeline("text-generation", "runs/mine")([{"role":

@@ -1,21 +1,16 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=speech
 # SPDX-License-Identifier: Apache-2.0
 """Train a small transformer with CTC to transcribe speech: wav files, and a list of their texts.
 
-    python -c "import numpy as np, os, wave; from random import randint as r, sample; [(
-        file.setparams((1, 2, 16000, 0, 'NONE', '')), file.writeframes(tones.astype('<i2')),
-        file.close(), print(f'{part}/{i}.wav', text, sep=chr(9), file=texts, flush=True))
-        for part, n in [('train', 480), ('test', 48)] for _ in [os.mkdir(part)]
-        for texts in [open(f'{part}.tsv', 'w')] for i in range(n)
-        for text in [' '.join(''.join(sample('abcde', r(1, 4))) for _ in range(r(1, 3)))]
-        for tones in [9999 * np.sin(np.outer([' abcde'.index(x) / 9 for x in text], range(1600)))]
-        for file in [wave.open(f'{part}/{i}.wav', 'wb')]]"
-    torchrun --nproc_per_node 2 mine.py --epochs 4 --batch-size 8 --layers 2 --width 128
+    python tools/toy.py speech
+    torchrun --nproc_per_node 2 mine.py --train toy/speech/train.tsv \\
+        --test toy/speech/test.tsv --epochs 4 --batch-size 8 --layers 2 --width 128
 
-Wav files have 16 bits and 16 kHz; here they have a tone for each letter. A line of a list has the
-path of a file, relative to the list's folder, a tab, and the text. An utterance has the same loss
-in any batch. test_wer and test_cer are the shares of wrong words and characters of the whole test
-set, by greedy decoding. On GPUs, the gradient of torch's CTC is not deterministic: a resumed run
-differs by rounding.
+Wav files have 16 bits and 16 kHz; the toy ones have a tone for each letter. A line of a list has
+the path of a file, relative to the list's folder, a tab, and the text. An utterance has the same
+loss in any batch. test_wer and test_cer are the shares of wrong words and characters of the whole
+test set, by greedy decoding. On GPUs, the gradient of torch's CTC is not deterministic: a resumed
+run differs by rounding.
 
 Group: speech. Recipes: ddp, amp, sharded.
 """

@@ -1,10 +1,9 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=table
 # SPDX-License-Identifier: Apache-2.0
 r"""Train a small network on the columns of a Parquet file: a regression.
 
-    python -c "import numpy, pyarrow.parquet; a, b, c = 6 * numpy.random.rand(
-        3, 20000); pyarrow.parquet.write_table(pyarrow.table({'a': a, 'b': b, 'c': c,
-        'y': a * numpy.sin(b) + c / 3}), 'table.parquet')"
-    torchrun --nproc_per_node 2 mine.py --table table.parquet --target y --epochs 5
+    python tools/toy.py table
+    torchrun --nproc_per_node 2 mine.py --table toy/table.parquet --target y --epochs 5
 
 Needs `pip install pyarrow`. All columns are numbers. A random tenth of the rows is the test set,
 with --by-order the last tenth: for a time series, whose neighbours in time are alike. The other

@@ -1,19 +1,15 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=tar_shards
 # SPDX-License-Identifier: Apache-2.0
 """Train ResNet-18 on images in tar files, as webdataset writes them, in the order of the shards.
 
-    mkdir -p files shards/train shards/test
-    python -c "import torch; from torchvision.utils import save_image; [(
-        save_image(torch.rand(3, *size).expand(3, 64, 64), f'files/{i:03}.png'),
-        open(f'files/{i:03}.cls', 'w').write(str(label)))
-        for i in range(400) for label in [i // 10 % 2] for size in [[(64, 1), (1, 64)][label]]]"
-    for i in 0 1 2 3 4 5 6 7; do tar cf shards/train/$i.tar files/*$i.*; done
-    for i in 8 9; do tar cf shards/test/$i.tar files/*$i.*; done
-    torchrun --nproc_per_node 2 mine.py --shards shards --batch-size 16 --lr 0.05 --epochs 4
+    python tools/toy.py shards
+    torchrun --nproc_per_node 2 mine.py --shards toy/shards --batch-size 16 --lr 0.05 \\
+        --epochs 4
 
-The first commands draw stripes of two kinds. The files of a sample are neighbours in a shard, with
-the same name up to its first dot: here an image, 003.png, and the number of its class, 003.cls. For
-other files edit `decode`. The index of a folder is built once, and again if its shards change.
-`by_shard` is for hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
+The toy images are stripes. The files of a sample are neighbours in a shard, with the same name up
+to its first dot: here an image, 003.png, and the number of its class, 003.cls. For other files edit
+`decode`. The index of a folder is built once, and again if its shards change. `by_shard` is for
+hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
 
 Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """

@@ -1,24 +1,21 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=text_classification
 # SPDX-License-Identifier: Apache-2.0
 """Classify texts: fine-tune a model of the Hugging Face Hub, or of a directory, on labelled lines.
 
-    python -c "import json; from pydoc_data.topics import topics; train, test = [open(
-        f'{x}.jsonl', 'w') for x in ('train', 'test')]; [print(json.dumps(
-        {'text': x, 'label': 'code' if '(' in x else 'text'}), file=train if i % 10 else test)
-        for i, x in enumerate(' '.join(topics.values()).splitlines()[:3000])]"
-    python -c "import tokenizers, transformers as t; x = tokenizers.ByteLevelBPETokenizer(); (
-        x.train('train.jsonl', 999, special_tokens=['<pad>', '<s>']), x.add_special_tokens(['<s>']),
-        t.PreTrainedTokenizerFast(tokenizer_object=x, pad_token='<pad>').save_pretrained('base'))"
-    python -c "from transformers import BertConfig, BertModel; BertModel(BertConfig(hidden_size=64,
-        intermediate_size=128, num_hidden_layers=2, vocab_size=999, num_attention_heads=4)
-        ).save_pretrained('base')"
-    torchrun --nproc_per_node 2 mine.py --base base --batch-size 16 --epochs 4 --lr 1e-3
+    python tools/toy.py labels
+    torchrun --nproc_per_node 2 mine.py --base toy/bert --train toy/labels/train.jsonl \\
+        --test toy/labels/test.jsonl --epochs 4 --batch-size 16 --lr 1e-3
 
-Needs `pip install transformers pyarrow`. The second and third command make a tiny model with random
-weights, for which --lr is higher than for pretrained ones. --train and --test are Parquet files, or
-JSON lines; --text and --label are their columns. Labels are strings or integers. Each batch is
-padded to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the test set
-or in its predictions. Tokenizer and config.json, with the names of the classes, are in the output
-directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the model.
+With a model of the Hub and your own train.jsonl and test.jsonl:
+
+    torchrun --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
+
+Needs `pip install transformers pyarrow`. The toy model has random weights: --lr is higher for it.
+--train and --test are Parquet files, or JSON lines; --text and --label are their columns. Labels
+are strings or integers. Each batch is padded to its longest text. test_macro_f1 is the mean F1 over
+the classes that occur in the test set or in its predictions. Tokenizer and config.json, with the
+names of the classes, are in the output directory: without lora,
+`transformers.pipeline("text-classification", "runs/mine")` uses the model.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

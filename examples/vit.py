@@ -1,15 +1,13 @@
+# Parts of a copy, not a program: make new COPY=../mine.py WITH=vit
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune a ViT on photos in folders: photos/train/CLASS/*.png and photos/test/CLASS/*.png.
 
-    mkdir -p photos/train/rows photos/train/columns photos/test/rows photos/test/columns
-    python -c "import torch; from torchvision.utils import save_image; [save_image(
-        torch.rand(3, *size).expand(3, 80, 80), f'photos/{part}/{name}/{i}.png')
-        for part, n in [('train', 160), ('test', 40)] for i in range(n)
-        for name, size in [('rows', (80, 1)), ('columns', (1, 80))]]"
-    torchrun --nproc_per_node 2 mine.py --size 32 --patch 8 --width 64 --batch-size 16 --lr 1e-3
+    python tools/toy.py photos
+    torchrun --nproc_per_node 2 mine.py --photos toy/photos --size 32 --patch 8 \\
+        --width 64 --batch-size 16 --lr 1e-3
 
-The first two commands draw stripes of two kinds, the third trains a small ViT from the beginning.
-To fine-tune, save pretrained weights once, and name the file by --weights, with no other size:
+The commands train a small ViT on stripes, from random weights. To fine-tune, save pretrained
+weights once, and name the file by --weights, with no other size:
 torch.save(torchvision.models.vit_b_16(weights="DEFAULT").state_dict(), "vit_b_16.pt"). One line
 then names the head as not loaded: it is for your classes.
 

@@ -1,12 +1,9 @@
 """Each example trains: composed by `make new`, with additions, it passes `make check` on the data
 that the commands in its docstring make. What they compute: test_examples.py."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import check
 import machine
 import new
 import pytest
+import toy
 from composed import make
 from conftest import execute
 
@@ -72,32 +70,26 @@ def added(task, recipe):
 
 
 def commands(task):
-    """The lines that make a task's data, and the flags of its training."""
-    data, _, flags = TEXTS[task].partition(f"    {new.TRAIN} ")
-    lines = [line for line in data.splitlines() if line.startswith("    ")]
+    """The kinds of toy data that a task's first command needs, and the flags of its training."""
+    text = re.sub(r" \\\n +", " ", TEXTS[task])  # one line for each command
+    data, _, flags = text.partition(f"    {new.TRAIN} ")
     flags = re.sub(r"--batch-size \d+", "", flags.splitlines()[0])  # check's own is smaller
-    return textwrap.dedent("\n".join(lines)), shlex.split(flags)
+    return re.findall(r"^    python tools/toy.py (\w+)$", data, re.MULTILINE), shlex.split(flags)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A function that returns the directory of a task, with its data: those of equal commands are
-    made once."""
-    made = {}
+    """A function that returns a directory with the toy data of a task. Each kind is made once."""
+    path = tmp_path_factory.mktemp("adapting")
+    made = set()
 
     def with_data(task):
-        lines, _ = commands(task)
-        if lines not in made:
-            made[lines] = tmp_path_factory.mktemp(task)
-            lines = lines.replace("--epochs 1", "--max-steps 2 --cpu --epochs 1")
-            lines = lines.replace("3, 20000", "3, 1000")  # of a table
-            make(made[key := commands(task)[0]] / "mine.py", "ddp", task)
-            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            env = {**os.environ, "PATH": path}
-            subprocess.run(["bash", "-ec", lines], cwd=made[key], env=env, check=True)
-            for path in made[key].glob("*.txt"):  # a small part is enough here
-                path.write_bytes(path.read_bytes()[:20000])
-        return made[commands(task)[0]]
+        for kind in {*commands(task)[0]} - made:
+            made.add(kind)
+            toy.make(kind, path / "toy")
+            for file in (path / "toy").glob("*.txt"):  # a small part is enough here
+                file.write_bytes(file.read_bytes()[:20000])
+        return path
 
     return with_data
 

@@ -37,12 +37,12 @@ def test_an_average_of_weights_is_that_of_a_sum_in_float64():
     """Of the trained parameters; and what is saved is the average."""
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    average = ema.Average(model)
+    average = ema.Average(model, decay=0.6)
     expected = model.weight.detach().double().clone()
     for step in range(1, 30):
         average.use(False)
         model.weight.data += torch.randn(2, 3)
-        decay = min(0.999, (step + 1) / (step + 10))
+        decay = min(0.6, (step + 1) / (step + 10))
         expected = decay * expected + (1 - decay) * model.weight.detach().double()
         average.update(step)
         average.use()

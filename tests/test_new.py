@@ -105,9 +105,9 @@ def test_a_path_may_have_spaces_a_tilde_and_new_folders(make, tmp_path, monkeypa
     lines = "\n".join(new.main())
     assert (tmp_path / "a b/c/my own.py").exists()
     quoted = f"'{tmp_path}/a b/c/my own.py'"
-    assert f"\npython {quoted} --photos photos " in lines
+    assert f"\npython {quoted} --photos toy/photos " in lines
     assert "--output-dir 'runs/my own-other'" in lines  # or it would resume the first run
-    assert f"\nmake check COPY={quoted} ARGS='--photos photos " in lines
+    assert f"\nmake check COPY={quoted} ARGS='--photos toy/photos " in lines
     other = (tmp_path / "a b/c/my own.py").rename(tmp_path / "other.py")  # with an old docstring
     monkeypatch.setattr(sys, "argv", ["new.py", "add", str(other), "--with", "ema"])
     assert "\n".join(new.main()[1:]) == (
@@ -263,7 +263,7 @@ ACCELERATE = "import accelerate\n"
         ),
         # These have the names of what an example brings.
         ("ema", (NEW, f"\n\nclass Average:\n    pass\n{NEW}"), "Average"),
-        ("ema", (NEW, f"\n\nif RANK:\n    EMA_DECAY = 0\n{NEW}"), "EMA_DECAY"),
+        ("ema", (NEW, f"\n\nif RANK:\n    add_ema_flags = 0\n{NEW}"), "add_ema_flags"),
         ("lora", (ACCELERATE, f"{ACCELERATE}from ours import load_file\n"), "load_file"),
         ("photos", (ACCELERATE, f"{ACCELERATE}from us import photo_folders\n"), "photo_folders"),
         # A hunk has these lines.
@@ -381,3 +381,9 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     command[-1] = "WITH=order"
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert lines.returncode != 0 and ": there is no example order\n" in lines.stderr
+
+
+def test_the_first_line_of_an_example_says_how_it_gets_into_a_copy():
+    for name in new.EXAMPLES:
+        first, *_ = new.source(name, "py").split("\n")
+        assert not first or first.endswith(f": make new COPY=../mine.py WITH={name}")

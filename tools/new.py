@@ -334,6 +334,7 @@ def with_flags_of(path, recipe, commands):
 def next_commands(path, recipe):
     """Return the lines that make the data of a copy's task, train it in two ways, and check it."""
     texts = [x for name in parents(path.read_text("utf-8")) for x in description(name)[0]]
+    texts = [re.sub(r" \\\n +", " ", x) for x in texts]  # one line for each command
     recipes_own = f"    {TRAIN} --data synthetic --model simple_cnn"
     task = with_flags_of(path, recipe, next((x for x in texts if TRAIN in x), recipes_own))
     other, path = (shlex.quote(str(x)) for x in (f"runs/{path.stem}-other", path))

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make toy data for an example, and a tiny model with random weights, in the real formats.
+
+    python tools/toy.py chats
+
+It writes into toy/ in the current directory. The same command always writes the same files. Models
+and tokenizers are saved by transformers, in the format of the Hugging Face Hub.
+"""
+
+import argparse
+import ast
+import io
+import json
+import math
+import random
+import tarfile
+import wave
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy
+import torch
+from PIL import Image, ImageDraw
+
+LINES = [line for text in topics.values() for line in text.splitlines() if line.strip()]
+CHAT_TEMPLATE = (
+    "{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def write_json_lines(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+# ------------------------------------------------------------------------------------------- models
+def bpe_tokenizer(special, template=None, **options):
+    """Return a byte-level BPE tokenizer with 999 tokens: the special ones, which a string lists,
+    are the first. `template` adds some of these to each text."""
+    import tokenizers
+    import transformers
+
+    special = special.split()
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(LINES, 999, special_tokens=special, show_progress=False)
+    if template:
+        bpe._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template,
+            pair=template.replace("$A", "$A </s> $B"),
+            special_tokens=[(name, index) for index, name in enumerate(special)],
+        )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **options)
+
+
+def save(path, tokenizer, model):
+    """Save a model and its tokenizer as `from_pretrained` loads them."""
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+
+
+def llama(folder):
+    """A Llama in bf16, whose tokenizer has a chat template."""
+    import transformers
+
+    names = {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    tokenizer = bpe_tokenizer("<|user|> <|assistant|> <|end|>", **names)
+    config = transformers.LlamaConfig(vocab_size=999, eos_token_id=2, **SMALL)
+    save(folder / "llama", tokenizer, transformers.LlamaForCausalLM(config).bfloat16())
+
+
+def bert(folder):
+    """A BERT without a head."""
+    import transformers
+
+    names = {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+    tokenizer = bpe_tokenizer("<pad> <s> </s> <mask>", "<s> $A </s>", **names)
+    config = transformers.BertConfig(vocab_size=999, **SMALL)
+    save(folder / "bert", tokenizer, transformers.BertModel(config))
+
+
+def clip(folder):
+    """A CLIP for images of 32 x 32."""
+    import transformers
+
+    names = {"pad_token": "</s>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = bpe_tokenizer("<s> </s>", "<s> $A </s>", **names)
+    text = {"vocab_size": 999, "bos_token_id": 0, "eos_token_id": 1, **SMALL}
+    vision = {"image_size": 32, "patch_size": 8, **SMALL}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=64)
+    save(folder / "clip", tokenizer, transformers.CLIPModel(config))
+
+
+# ------------------------------------------------------------------------------------------- images
+def stripes(direction):
+    """Return a gray image of 80 x 80 with "rows" or "columns"."""
+    line = numpy.random.randint(256, size=80, dtype=numpy.uint8)
+    square = numpy.tile(line, (80, 1))
+    return Image.fromarray(square.T if direction == "rows" else square)
+
+
+def photos(folder, kind="photos", rows=1):
+    """Photos in folders of two classes."""
+    for part, count in (("train", 160), ("test", 40)):
+        for name, share in (("rows", rows), ("columns", 1)):
+            path = folder / kind / part / name
+            path.mkdir(parents=True, exist_ok=True)
+            for index in range(round(count * share)):
+                stripes(name).save(path / f"{index}.png")
+
+
+def shards(folder):
+    """Images of two classes and their numbers in tar files, as webdataset writes them."""
+    for part, count in (("train", 8), ("test", 2)):
+        (folder / "shards" / part).mkdir(parents=True, exist_ok=True)
+        for shard in range(count):
+            with tarfile.open(folder / f"shards/{part}/{shard}.tar", "w") as tar:
+                for index in range(40):
+                    label = random.randrange(2)
+                    image = io.BytesIO()
+                    stripes(("rows", "columns")[label]).save(image, "png")
+                    add_file(tar, f"{index:03}.png", image.getvalue())
+                    add_file(tar, f"{index:03}.cls", str(label).encode())
+
+
+def add_file(tar, name, content):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def boxes(folder):
+    """Images with filled boxes of two gray values, and the boxes in COCO's format."""
+    for part, count in (("train", 160), ("test", 40)):
+        (folder / "boxes" / part).mkdir(parents=True, exist_ok=True)
+        images, annotations = [], []
+        for number in range(1, count + 1):
+            image = Image.new("L", (random.randint(60, 96), random.randint(60, 96)))
+            for _ in range(random.randrange(5)):
+                x, y = random.randint(0, 30), random.randint(0, 30)
+                width, height = random.randint(9, 30), random.randint(9, 30)
+                category = random.randint(1, 2)
+                image.paste(80 * category, (x, y, x + width, y + height))
+                found = {"image_id": number, "category_id": category}
+                annotations.append(found | {"bbox": [x, y, width, height]})
+            image.save(folder / f"boxes/{part}/{number}.png")
+            images.append({"id": number, "file_name": f"{number}.png"})
+        content = {"images": images, "annotations": annotations}
+        content["categories"] = [{"id": 1, "name": "dark"}, {"id": 2, "name": "light"}]
+        (folder / f"boxes/{part}.json").write_text(json.dumps(content))
+
+
+def masks(folder):
+    """Images of rings, and masks with the number of each pixel's class."""
+    (folder / "masks").mkdir(exist_ok=True)
+    for index in range(160):
+        corner = index, index // 2
+        image = Image.radial_gradient("L").crop((*corner, corner[0] + 64, corner[1] + 64))
+        image.save(folder / f"masks/{index}.jpg")
+        image.point(lambda value: value // 64).save(folder / f"masks/{index}.png")
+
+
+def captions(folder):
+    """Images of a shape on a background, their captions in JSON lines, and a CLIP."""
+    (folder / "captions").mkdir(exist_ok=True)
+    colours = "red green blue yellow cyan black white orange".split()
+    rows = []
+    for index in range(640):
+        shape = random.choice(["ellipse", "rectangle"])
+        front, back = random.sample(colours, 2)
+        x, y = random.sample(range(18), 2)
+        image = Image.new("RGB", (32, 32), back)
+        getattr(ImageDraw.Draw(image), shape)((x, y, x + 14, y + 14), fill=front)
+        image.save(folder / f"captions/{index}.png")
+        rows.append({"image": f"{index}.png", "caption": f"a {front} {shape} on {back}"})
+    write_json_lines(folder / "captions/captions.jsonl", rows)
+    clip(folder)
+
+
+# -------------------------------------------------------------------------------------------- texts
+def text(folder):
+    """A text in English, a text in Python, and a Llama."""
+    code = [path.read_text("utf-8") for path in sorted(Path(ast.__file__).parent.glob("[ab]*.py"))]
+    (folder / "text.txt").write_text("\n".join(LINES), "utf-8")
+    (folder / "code.txt").write_text("\n".join(code), "utf-8")
+    llama(folder)
+
+
+def chats(folder):
+    """Conversations in JSON lines, and a Llama with a chat template."""
+    rows = []
+    for number in range(400):
+        i, j = divmod(number, 20)
+        said = [f"{i} + {j}", f"It is {i + j}.", "Thanks", "Any" + " time" * (i % 5)]
+        roles = ["user", "assistant"] * 2
+        messages = [{"role": x, "content": y} for x, y in zip(roles, said, strict=True)]
+        rows.append({"messages": messages})
+    write_json_lines(folder / "chats.jsonl", rows)
+    llama(folder)
+
+
+def preferences(folder):
+    """Prompts with a chosen and a rejected answer in JSON lines, and a Llama."""
+    rows = []
+    for number in range(400):
+        i, j = divmod(number, 20)
+        answers = {"chosen": f"It is {i + j}.", "rejected": "No" + " idea" * (i % 5)}
+        rows.append({"prompt": f"{i} + {j}", **answers})
+    write_json_lines(folder / "preferences.jsonl", rows)
+    llama(folder)
+
+
+def pairs(folder):
+    """Names of Python functions and their docstrings in JSON lines, and a BERT."""
+    rows = []
+    for path in sorted(Path(ast.__file__).parent.glob("[a-d]*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                rows.append({"anchor": node.name.replace("_", " "), "positive": doc})
+    write_json_lines(folder / "pairs.jsonl", rows)
+    bert(folder)
+
+
+def labels(folder):
+    """Lines of text, labelled as "code" or "text", in JSON lines, and a BERT."""
+    rows = [{"text": line, "label": "code" if "(" in line else "text"} for line in LINES[:3000]]
+    test = rows[::10]
+    write_json_lines(folder / "labels/test.jsonl", test)
+    write_json_lines(folder / "labels/train.jsonl", [row for i, row in enumerate(rows) if i % 10])
+    bert(folder)
+
+
+# ---------------------------------------------------------------------------------- speech, a table
+def speech(folder):
+    """Wav files with a tone for each letter, and lists of their texts."""
+    for part, count in (("train", 480), ("test", 48)):
+        (folder / "speech" / part).mkdir(parents=True, exist_ok=True)
+        lines = []
+        for index in range(count):
+            words = [random.sample("abcde", random.randint(1, 4)) for _ in range(3)]
+            said = " ".join("".join(word) for word in words[: random.randint(1, 3)])
+            pitches = [" abcde".index(letter) / 9 for letter in said]
+            tones = 9999 * numpy.sin(numpy.outer(pitches, range(1600)))
+            with wave.open(str(folder / f"speech/{part}/{index}.wav"), "wb") as file:
+                file.setparams((1, 2, 16000, 0, "NONE", ""))
+                file.writeframes(tones.astype("<i2"))
+            lines.append(f"{part}/{index}.wav\t{said}\n")
+        (folder / f"speech/{part}.tsv").write_text("".join(lines))
+
+
+def table(folder, rows=20000):
+    """Columns of numbers in Parquet: y = a sin(b) + c / 3."""
+    import pyarrow
+    import pyarrow.parquet
+
+    a, b, c = 2 * math.pi * numpy.random.rand(3, rows)
+    columns = {"a": a, "b": b, "c": c, "y": a * numpy.sin(b) + c / 3}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "table.parquet")
+
+
+KINDS = {
+    "photos": photos,
+    "rare": partial(photos, kind="rare", rows=0.2),
+    "shards": shards,
+    "boxes": boxes,
+    "masks": masks,
+    "captions": captions,
+    "text": text,
+    "chats": chats,
+    "preferences": preferences,
+    "pairs": pairs,
+    "labels": labels,
+    "speech": speech,
+    "table": table,
+}
+
+
+def make(kind, folder):
+    """Write the data of a kind into a folder."""
+    folder.mkdir(exist_ok=True)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    KINDS[kind](folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("kind", choices=KINDS)
+    kind = parser.parse_args().kind
+    make(kind, Path("toy"))
