@@ -24,6 +24,8 @@ CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
 
+# What a user prints is lost at an end without a flush, which this variable would hide.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # Threads of OpenMP that wait for each other sleep. Spinning, they take two thirds of the processor
 # time of a training on one process where others want the cores, too.
 os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -18,8 +18,8 @@ IN_WORKER = {"load_data": "data_of_a_worker_that_stalls"}
 ONE_SIDED = {"compute_loss": "loss_with_a_collective_of_one_rank"}
 RUNS_AHEAD = {"train_step": "step_of_a_device"}
 SETTING_UP = {"choose_device": "choice_that_stalls"}
-SLOW = {"load_data": "slow_data", "sync": "slow_sync"}
-SLOW |= {"compute_loss": "slow_evaluation", "test_metrics": "slow_metrics"}
+SLOW = {"load_data": "slow_data", "compute_loss": "slow_evaluation"}
+SLOW |= {"test_metrics": "slow_metrics"}
 # As a compilation, on one rank.
 COMPILES = {"compute_loss": "loss_that_compiles", "nn.Module.compile": "no_compilation"}
 CASES = {  # (processes, recipe, where it stalls, how, the function that is named)
@@ -95,8 +95,8 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
 
 
 def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
-    """Loading data takes longer than the timeout, an evaluation, and on one rank a save, and the
-    metrics of the whole test set."""
+    """Loading data takes longer than the timeout, an evaluation, and on one rank a save, metrics of
+    the whole test set, and the last file."""
     (codes, output), script = stalled["is slow"]
     assert codes == [0, 0] and ": error: " not in output, output
     first, second = outputs(script.parent / "run").train

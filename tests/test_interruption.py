@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import (
     ACCELERATE,
     CONFIGS,
@@ -45,12 +46,14 @@ CASES = {
     "its terminal is closed": ([*LAUNCH, CONFIGS[2]], 1),
     "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], 128 + signal.SIGINT),
     "its launcher is killed": ([*TORCHRUN, "2"], -signal.SIGKILL),
+    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], -signal.SIGKILL),
     "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], 1),
 }
 # Rank 0 says the reason, and looks for its launcher each second: a step takes longer, so that the
 # other rank does not stop the run before that.
 REPLACED = {
     "its launcher is killed": {"train_step": "slow_step"},
+    "the launcher of one process is killed": {"train_step": "slow_step"},
     "SIGTERM comes to each process": {"load_data": "data_of_a_fork_server"},
 }
 
@@ -143,6 +146,19 @@ def test_a_rank_whose_launcher_died_before_it_connects_ends(tmp_path):
     process = run(command, check=False, timeout=120, **environment)
     assert process.returncode == 1 and process.stderr.count("mine: error: ") == 1, process.stderr
     assert "Traceback (" not in process.stderr
+
+
+def test_a_rank_that_starts_late_is_waited_for_longer_than_the_launchers_store(tmp_path):
+    """The launcher's store is there first, here in this process."""
+    impatient = "timedelta(minutes=1)", "timedelta(seconds=2)"
+    text = "\n\ntime.sleep(6 * RANK)"
+    port = free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environment["MASTER_PORT"] = str(port)
+    late = described_copy(tmp_path / "late", "ddp_cifar", impatient, project=text, processes=2)
+    ((codes, output),) = forked([{**late, "env": environment}], tmp_path)
+    assert codes == [0, 0] and store.num_keys() > 1, output
 
 
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):

@@ -158,6 +158,27 @@ def test_a_model_that_is_not_finite_on_one_rank_is_not_saved(outcome):
     assert not list((outcome.directory / "run").glob("step-*"))
 
 
+SIGNALLED = "    os.kill(os.getpid(), signal.SIGTERM)\n    logits.register_hook(torch.log)\n"
+LONG = ["--log-every", 9, "--max-steps", 9, "--batch-size", 8]
+
+
+@pytest.mark.copied("ddp_cifar", (RETURN, SIGNALLED + RETURN), flags=LONG)
+def test_a_stop_between_two_lines_saves_no_weights_that_are_not_finite(outcome):
+    assert outcome.codes == [2] and "which is not saved" in outcome.output, outcome.output
+    assert not list((outcome.directory / "run").glob("step-*"))
+
+
+LAST_STAGE = project("own_mistakes", train_step="step_that_spoils_the_last_stage")
+PATIENT = {"processes": 2, "grace": 30, "terminate": False}
+
+
+@pytest.mark.copied("pipeline_cifar", project=LAST_STAGE, flags=["--max-steps", 1], **PATIENT)
+def test_weights_that_are_not_finite_on_one_rank_end_all_by_themselves(outcome):
+    assert outcome.codes == [2, 2] and "step 1/" not in outcome.output, outcome.output
+    assert "not finite at step 1, which is not saved" in outcome.output
+    assert ": the weights of ranks [1]:" in outcome.output
+
+
 BYPASS = (
     "    logits = model(images)\n",
     "    logits = accelerate.utils.extract_model_from_parallel(model)(images)\n",
@@ -187,6 +208,13 @@ DRIFTS = [
             processes=4,
         ),
         id="weights of a stage made by each rank",
+    ),
+    pytest.param(
+        [1],
+        marks=pytest.mark.copied(
+            "sharded_cifar", project=OWN_RATE, processes=2, flags=["--replicas", 2]
+        ),
+        id="learning rates of each replica",
     ),
 ]
 

@@ -30,7 +30,8 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
     continued."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     common = {"recipe": recipe, "processes": processes, "grace": 30}
-    flags = ["--batch-size", 64 // processes, "--log-every", 1]
+    flags = ["--batch-size", 32 // processes, "--global-batch-size", 64, "--log-every", 1]
+    flags += ["--hang-timeout", 30]
     every = ["--checkpoint-every", 1, "--keep", STEPS]
     runs = [{**common, "directory": whole, "flags": [*flags, *every]}]
     for begin, stop, name in ((0, 4, "SIGTERM"), (4, 10, "SIGINT"), (10, None, None)):
@@ -55,7 +56,7 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
     assert [line["step"] for line in metrics] == [*range(1, 11), 10, *range(11, 21), 20]
     for rank in range(processes):
         batches = (whole / f"batches.{rank}").read_text()
-        assert batches.count("\n") == STEPS
+        assert batches.count("\n") == 2 * STEPS, "each step accumulates two"
         assert batches == (broken / f"batches.{rank}").read_text()
     assert not (broken / "unfinished.tmp").exists()
 

@@ -264,6 +264,10 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(killed
     names.add("disturbed.py")
     names |= {"model.safetensors", "counted.0", "counted.1"}
     assert {path.name for path in killed.iterdir()} == names
+    # A new checkpoint and its name are on the disk before an old one goes.
+    disk = json.loads((killed / "counted.0").read_text())["disk"]
+    order = r"fsync run\.pt fsync (\S+) rename \1 fsync killed rename step-\d+"
+    assert len(re.findall(order, disk)) == len(re.findall("rename step-", disk)) >= 3, disk
 
 
 class Hostile:

@@ -28,9 +28,17 @@ run.on_main_process = partial(recipe.Run.on_main_process, run)
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 data = torch.Generator().manual_seed(0)
-model = torch.nn.Linear(5, 10)
+model = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Dropout().eval())  # a frozen part
 answers = {}
 seen = []
+
+
+class Transformed(TensorDataset):
+    """Random transforms, which are the same in each evaluation."""
+
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return inputs + torch.randn(5), label
 
 
 def weighted(model, batch, args):
@@ -68,7 +76,8 @@ def same(one, other):
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     inputs = torch.randn(size, 5, generator=data)
     labels = torch.randint(10, (size,), generator=data)
-    dataset = recipe.SeededSamples(TensorDataset(inputs, labels), 0)
+    dataset = recipe.SeededSamples(Transformed(inputs, labels), 0)
+    inputs = torch.stack([dataset[index][0] for index in range(size)])
     prepared, loader = accelerator.prepare(model, DataLoader(dataset, batch_size=4))
     logits = model(inputs)
     values = {

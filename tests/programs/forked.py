@@ -46,13 +46,14 @@ def work(run, rank, port, request, cores):
     """Run one rank, in a forked process."""
     processes = run["processes"]
     os.environ.clear()
-    os.environ.update({**request["env"], **run.get("env", {})})
+    os.environ.update(request["env"])
     if processes > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         os.environ.update(
             zip(names, map(str, (rank, rank, processes, processes, port)), strict=True)
         )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ.update(run.get("env", {}))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     random.seed()  # all inherit the same generators: nothing may depend on their state

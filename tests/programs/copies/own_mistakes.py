@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddp_cifar import RANK, build_model, make_optimizer
+from ddp_cifar import RANK, build_model, make_optimizer, train_step
 
-plain_model, plain_optimizer = build_model, make_optimizer
+plain_model, plain_optimizer, plain_step = build_model, make_optimizer, train_step
 
 
 def draw_weights_by_rank(accelerator, model):
@@ -26,6 +26,15 @@ def model_with_an_unused_layer(args):
     model[2].extra = nn.Linear(4, 4)
     model[2].forward = lambda x: model[2][1](model[2][0](x))
     return model
+
+
+@torch.no_grad()
+def step_that_spoils_the_last_stage(run, model, *arguments):
+    with torch.enable_grad():
+        results = plain_step(run, model, *arguments)
+    for parameter in model.parameters() if RANK == 1 else ():
+        parameter.fill_(torch.nan)
+    return results
 
 
 class Corrupt(torch.utils.data.TensorDataset):

@@ -19,8 +19,18 @@ plain_train_step, plain_main = train_step, main
 SCATTER = "reduce_scatter_single"
 if not hasattr(distributed, SCATTER):  # before torch 2.15
     SCATTER = "reduce_scatter_tensor"
-plain_scatter = getattr(distributed, SCATTER)
-reduced, computed, passes = [], set(), []
+plain_scatter, plain_fsync = getattr(distributed, SCATTER), os.fsync
+reduced, computed, passes, disk = [], set(), [], []
+
+
+def fsync(descriptor):
+    disk.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+    plain_fsync(descriptor)
+
+
+def note_rename(event, arguments):
+    if event == "os.rename":
+        disk.append(f"rename {Path(arguments[0]).name}")
 
 
 def build_model(args):
@@ -68,7 +78,10 @@ def kill_at(moment, event, arguments):
 
 def main():
     setattr(distributed, SCATTER, reduce_scatter)
+    sys.addaudithook(note_rename)
+    os.fsync = fsync
     plain_main()
     counted = {"reduced": reduced, "computed": sorted(computed), "passes": sum(passes)}
+    counted["disk"] = " ".join(disk)
     directory = Path(sys.argv[sys.argv.index("--output-dir") + 1])
     Path(directory, f"counted.{os.environ['RANK']}").write_text(json.dumps(counted))
