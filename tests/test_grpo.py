@@ -1,0 +1,214 @@
+"""What grpo computes, against independent references. That its copies train the same in every way:
+test_adapting.py."""
+
+import importlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toy
+from composed import make
+from conftest import forked, train_forked
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["1 + 1", "a longer prompt, of many words", "x", "Why?"]
+
+
+def imported(*names):
+    """Return modules that take seconds. Imported above, they would also for other files' tests."""
+    return [importlib.import_module(name) for name in names]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of a tiny model and its tokenizer, with prompts beside it."""
+    path = tmp_path_factory.mktemp("toy")
+    toy.make("prompts", path)
+    return path / "llama"
+
+
+@pytest.fixture
+def args(base):
+    sizes = {"length": 1000, "new_tokens": 9, "group": 2, "temperature": 1.3}
+    return SimpleNamespace(base=str(base), beta=0.0, mean_over="completions", **sizes)
+
+
+@pytest.fixture
+def model(base):
+    (transformers,) = imported("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+
+
+@pytest.fixture
+def batch(args):
+    """That of four prompts, of several lengths."""
+    (completions,) = imported("lib.completions")
+    tokenizer = completions.tokenizer_of(args.base)
+    lines = [{"prompt": text, "pattern": ".*"} for text in PROMPTS]
+    rows = [(completions.prompt_tokens(tokenizer, line, args), line) for line in lines]
+    torch.manual_seed(0)
+    return completions.collate([*completions.Prompts(rows, args)])
+
+
+def by_hand(model, prompt, completion, temperature):
+    """Return the log-probabilities of a completion's tokens, without padding."""
+    prompt, completion = prompt[prompt != -100], completion[completion != -100]
+    logits = model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(1).gather(1, completion[:, None])[:, 0]
+
+
+def test_a_random_number_draws_a_token_as_often_as_it_is_probable():
+    (completions,) = imported("lib.completions")
+    scores, count = 2 * torch.randn(7), 10000
+    numbers = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
+    chosen = completions.Draw(numbers, 1.7)(None, scores.expand(count, 7)).argmax(1)
+    shares = chosen.bincount(minlength=7) / count
+    torch.testing.assert_close(shares, (scores / 1.7).softmax(0), rtol=0, atol=1.01 / count)
+
+
+def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformers(
+    model, args, batch
+):
+    (completions,) = imported("lib.completions")
+    prompts, _, numbers = batch
+    drawn, texts = completions.complete(model, prompts, numbers[:, 0], args)
+    other, _ = completions.complete(model, prompts, numbers[:, 1], args)
+    greedy, _ = completions.complete(model, prompts, None, args)
+    assert not drawn.equal(other) and not drawn.equal(greedy)
+    for i, prompt in enumerate(prompts):
+        alone = prompt[prompt != -100][None]
+        found, text = completions.complete(model, alone, numbers[i : i + 1, 0], args)
+        assert drawn[i, : found.shape[1]].equal(found[0]) and texts[i] == text[0]
+        exact = model.generate(alone, max_new_tokens=9, do_sample=False)[0, alone.shape[1] :]
+        assert greedy[i, : len(exact)].equal(exact)
+
+
+def test_the_end_of_a_completion_counts_and_what_is_behind_does_not(model, args, batch):
+    (completions,) = imported("lib.completions")
+    tokenizer = completions.tokenizer_of(args.base)
+    given = torch.tensor([[5, 2, 7], [5, 6, 7], [2, 2, 2], [5, 6, 2]])
+    model.generate = lambda input_ids, **_: torch.cat((input_ids, given), dim=1)
+    found, texts = completions.complete(model, batch[0], None, args)
+    assert tokenizer.eos_token_id == 2
+    assert found.tolist() == [[5, 2, -100], [5, 6, 7], [2, -100, -100], [5, 6, 2]]
+    assert texts == [tokenizer.decode(x) for x in ([5], [5, 6, 7], [], [5, 6])]
+
+
+@pytest.mark.parametrize(("mean_over", "beta"), [("completions", 0.7), ("tokens", 0.0)])
+def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
+    mean_over, beta, args, tmp_path
+):
+    """arXiv:2402.03300, equation 3, and equation 4 for the divergence from another model. Two
+    prompts have completions of 100 and of 900 tokens (huggingface/trl#7206). Microbatches are
+    weighted as in a recipe's `train_step`."""
+    transformers, policy = imported("transformers", "lib.policy")
+    args.beta, args.mean_over, args.base = beta, mean_over, str(tmp_path)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=1, **size)
+    model, reference = (transformers.LlamaForCausalLM(config).double() for _ in range(2))
+    reference.save_pretrained(tmp_path)
+    prompts = torch.tensor([[-100, 3, 4], [-100, 3, 4], [5, 6, 7], [5, 6, 7]])
+    completions = torch.full((4, 900), -100)
+    for row, length in zip(completions, (100, 60, 900, 300), strict=True):
+        row[:length] = torch.randint(3, 50, (length,))
+    rewards = torch.tensor([1.0, 0.0, 0.5, 3.0])
+    losses, divergences = [], []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        group = rewards[i // 2 * 2 :][:2].double()
+        advantage = (rewards[i] - group.mean()) / (group.std() + 1e-4)
+        found = by_hand(model, prompt, completion, 1.3)
+        with torch.no_grad():
+            of_base = by_hand(reference, prompt, completion, 1.3)
+        ratio = torch.exp(found) / torch.exp(found).detach()
+        divergence = torch.exp(of_base) / torch.exp(found) - (of_base - found) - 1
+        losses.append(-(ratio * advantage - beta * divergence))
+        divergences.append(divergence)
+    exact = torch.cat(losses).mean()
+    if mean_over == "completions":
+        exact = torch.stack([x.mean() for x in losses]).mean()
+    exact = torch.autograd.grad(exact, [*model.parameters()], retain_graph=True)
+    for size in (1, 2):
+        parts, weights = [], []
+        for begin in range(0, 4, 2 * size):
+            part = slice(begin, begin + 2 * size)
+            values = policy.group_loss(model, prompts[part], completions[part], rewards[part], args)
+            weight = values.get("weight", torch.ones(size))
+            parts.append((values["loss"] * weight).mean())
+            weights.append(weight.double().mean())
+        loss = torch.stack(parts).mean() / torch.stack(weights).mean()
+        found = torch.autograd.grad(loss, [*model.parameters()])
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+    assert values["length"].tolist() == [80, 600] and values["reward"].tolist() == [0.5, 1.75]
+    assert values["equal_rewards"].tolist() == [False, False]
+    if beta:
+        means = torch.stack([x.mean() for x in divergences]).view(2, 2).mean(1)
+        torch.testing.assert_close(values["kl"], means.detach().float(), rtol=1e-4, atol=1e-6)
+
+
+def test_with_lora_the_base_is_the_model_without_its_adapter(model, args, batch):
+    policy, lora = imported("lib.policy", "lora")
+    prompts = batch[0]
+    inputs = prompts, torch.randint(3, 999, (4, 5)), 1.0
+    before = policy.log_probabilities(model, *inputs)
+    adapted = lora.with_lora(model)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+    assert not torch.allclose(policy.log_probabilities(adapted, *inputs), before)
+    after = policy.base_log_probabilities(adapted, *inputs, base="no second model")
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert not torch.allclose(policy.log_probabilities(adapted, *inputs), before)
+
+
+@pytest.mark.parametrize(
+    ("completion", "line", "expected"),
+    [
+        ("3 and 4 make 7.", {"answer": 7}, 1),
+        ("It is 1,234", {"answer": "#### 1234"}, 1),
+        ("-2.50", {"answer": "-2.5"}, 1),
+        ("7 is not 8", {"answer": 7}, 0),
+        ("", {"answer": 7}, 0),
+        ("ab\nc", {"pattern": "a.*c"}, 1),
+        ("abcd", {"pattern": "a.*c"}, 0),
+    ],
+)
+def test_a_reward_is_for_the_last_number_or_for_a_pattern(completion, line, expected):
+    (grpo,) = imported("grpo")
+    assert grpo.reward(completion, line) == expected
+
+
+def test_a_model_learns_what_is_rewarded(base, tmp_path):
+    """Of random completions a fifth is rewarded."""
+    make(script := tmp_path / "mine.py", "ddp", "grpo")
+    flags = ["--cpu", "--base", base, "--prompts", base.parent / "prompts.jsonl", "--lr", 1e-2]
+    flags += ["--new-tokens", 4, "--batch-size", 8, "--max-steps", 20]
+    (run,) = train_forked(tmp_path, (1, script, flags))
+    rewards = [line["reward"] for line in run.train]
+    assert sum(rewards[:4]) / 4 < 0.3 and sum(rewards[-4:]) / 4 > 0.6
+    assert run.summary["test_reward"] > 0.9 and run.summary["test_loss"] < -0.9
+
+
+def test_wrong_prompts_are_one_line(base, tmp_path):
+    good = {"prompt": "1 + 1", "answer": 2}
+    wrong = {
+        "no_key": ({"prompt": "1 + 1"}, "line 2: KeyError('pattern'). Each line needs {\"prompt"),
+        "no_number": ({**good, "answer": "two"}, "line 2: ValueError('not enough values"),
+        "no_pattern": ({"prompt": "a", "pattern": "("}, "('missing ), unterminated"),
+        "long": ({**good, "prompt": "a " * 3000}, "tokens, more than --length')"),
+        "group": (good, "argument --group: choose 2 or more"),
+    }
+    make(script := tmp_path / "mine.py", "ddp", "grpo")
+    runs = []
+    for name, (line, _) in wrong.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
+        flags = ["--cpu", "--base", base, "--prompts", path, "--output-dir", name]
+        flags += ["--group", "1"] if name == "group" else []
+        run = {"processes": 1, "script": script, "directory": tmp_path, "flags": flags}
+        runs.append(run)
+    answers = forked(runs, tmp_path, together=2, imports=["transformers"])
+    for (codes, printed), (_, error) in zip(answers, wrong.values(), strict=True):
+        assert codes == [2], printed
+        assert error in printed and len(printed.splitlines()) == 1, printed
