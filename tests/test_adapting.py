@@ -27,6 +27,7 @@ ADDED = {
     "fine_tune": ["lora"],
     "embeddings": ["lora"],
     "sft": ["lora"],
+    "grpo": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
@@ -38,7 +39,7 @@ IN_ALL_RECIPES = {"photos", "language_model"}
 # Their model is that of photos, language_model or the recipe, or their loss that of embeddings, or
 # tests of their own train them.
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
-OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip"}
+OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -59,6 +60,7 @@ FLAGS_OF = {
     "vit": ["--layers", "2", "--lr", "1e-4"],
     "text_classification": ["--length", "32"],
     "sft": ["--base-dtype", "bfloat16"],
+    "grpo": ["--lr", "1e-3", "--beta", "0.1"],
 }
 IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]

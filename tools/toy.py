@@ -217,6 +217,13 @@ def preferences(folder):
     llama(folder)
 
 
+def prompts(folder):
+    """Prompts, with a pattern of the completions that are rewarded, in JSON lines, and a Llama."""
+    sums = [f"{i} + {j}" for i in range(20) for j in range(16)]
+    write_json_lines(folder / "prompts.jsonl", [{"prompt": x, "pattern": "[a-z ]*"} for x in sums])
+    llama(folder)
+
+
 def pairs(folder):
     """Names of Python functions and their docstrings in JSON lines, and a BERT."""
     rows = []
@@ -275,6 +282,7 @@ KINDS = {
     "text": text,
     "chats": chats,
     "preferences": preferences,
+    "prompts": prompts,
     "pairs": pairs,
     "labels": labels,
     "speech": speech,
