@@ -11,17 +11,22 @@ With a model of the Hub and your own pairs.jsonl:
     torchrun --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
 
 Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. The names
-in a line are those of sentence-transformers. Every tenth line, but at most 5,000 of them, is in the
-test set. The negatives of a pair are all others of the global batch, on all processes and in all
-microbatches. Set its size by --global-batch-size: then any number of processes and any --batch-size
-train the same, but microbatches of another size get other masks of dropout. Each text goes through
-the model twice for this. Equal texts in two pairs are negatives, too. The temperature is learned,
-but with lora constant. "recall_at_1" is the share of the anchors whose positive is the nearest, of
-the global batch or of the whole test set. The loss grows with their size: do not compare that of a
-test with that of a step.
+in a line are those of sentence-transformers: "anchor", "positive", and perhaps "negative", one text
+or several ("negative_1", ...) that are near and wrong. Texts are taken as they are: if --base
+expects a prompt such as "query: ", put it there. Every tenth line, but at most 5,000 of them, is in
+the test set.
 
-Without lora, model.safetensors of a run, in a directory with the other files of --base, is loaded
-by `AutoModel.from_pretrained`, and by `SentenceTransformer`, which adds the mean over the tokens.
+The loss is symmetric: an anchor has to find its positive among all positives and negatives of the
+global batch, on all processes and in all microbatches, and a positive its anchor among all anchors.
+Set the batch by --global-batch-size: then any number of processes and any --batch-size train the
+same, but microbatches of another size get other masks of dropout. Each text goes through the model
+twice for this, unless one process has the batch as one microbatch. Equal texts in two pairs are
+negatives, too. The temperature is learned, but with lora constant. "recall_at_1" is the share of
+the anchors that find their positive, in the global batch or in the whole test set. The loss grows
+with their size: do not compare that of a test with that of a step.
+
+Without lora, `SentenceTransformer("runs/mine").encode(["a text"])` has the trained embeddings, with
+the pooling of --base: mean, cls or lasttoken. `AutoModel.from_pretrained` loads it, too.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -37,6 +42,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from language_model import make_optimizer
 from lib.json_lines import texts_of
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
+from lib.pooling import pooled, pooling_of, save_pooling
 
 
 def add_flags(parser):
@@ -48,10 +54,15 @@ def add_flags(parser):
 
 
 def load_data(args, accelerator):
-    """Return the DataLoaders for training and test, of two (B, longest) int64: the tokens of B
-    anchors and B positives, and -100 behind the shorter ones."""
-    pairs = texts_of(args.pairs, "--pairs", "anchor", "positive")
+    """Return the DataLoaders for training and test, of (B, longest) int64 each for B anchors, their
+    positives, and their negatives if there are any: tokens, and -100 behind the shorter texts."""
+    pairs = texts_of(args.pairs, "--pairs", "anchor", "positive", more="negative")
     tokenizer = AutoTokenizer.from_pretrained(args.base)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # for sentence-transformers
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(args.output_dir)
+        AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
+        save_pooling(args)
 
     def tokenize(batch):
         cut = {"truncation": True, "max_length": args.length}
@@ -66,23 +77,23 @@ def load_data(args, accelerator):
     return train_loader, DataLoader(pairs[::every], **options)
 
 
-def with_pairs(model):
-    """Let a model of transformers take the tokens of anchors and positives, and return (B, 2, D). A
-    product of two embeddings is their cosine, divided by the temperature. The weights keep the
-    names of the base."""
+def with_pairs(model, pooling):
+    """Let a model of transformers take the tokens of anchors, positives and negatives, and return
+    (B, 2 or more, D). A product of two embeddings is their cosine, divided by the temperature. The
+    weights keep the names of the base."""
     encode = model.forward
     model.pooler = None  # not used here: DDP would wait for its gradient
     model.log_scale = nn.Parameter(torch.full((1,), math.log(20)))
 
     def forward(*texts):
-        means = []
+        embeddings = []
         for tokens in texts:
             mask = tokens >= 0
             hidden = encode(tokens.clamp(min=0), attention_mask=mask.long()).last_hidden_state
-            means.append((hidden.float() * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True))
+            embeddings.append(pooled(hidden.float(), mask, pooling))
         # The temperature is at least 0.01, as in CLIP (Radford et al. 2021, arXiv:2103.00020).
         scale = model.log_scale.float().clamp(max=math.log(100)).exp()
-        return F.normalize(torch.stack(means, dim=1), dim=2) * scale.sqrt()
+        return F.normalize(torch.stack(embeddings, dim=1), dim=2) * scale.sqrt()
 
     model.forward = forward
     return model
@@ -91,10 +102,11 @@ def with_pairs(model):
 def build_model(args):
     """Return the model, on the CPU. For sharded_cifar.py also on the meta device, which has shapes
     and no weights."""
+    pooling = pooling_of(args.base)
     if torch.empty(0).is_meta:
         config = AutoConfig.from_pretrained(args.base)
-        return with_pairs(AutoModel.from_config(config, dtype=torch.float32))
-    return with_pairs(AutoModel.from_pretrained(args.base, dtype=torch.float32).train())
+        return with_pairs(AutoModel.from_config(config, dtype=torch.float32), pooling)
+    return with_pairs(AutoModel.from_pretrained(args.base, dtype=torch.float32).train(), pooling)
 
 
 def compute_loss(model, batch, args):

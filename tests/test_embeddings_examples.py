@@ -72,8 +72,9 @@ def texts(tmp_path_factory):
             file.write(json.dumps(pair | {"positive": f"{answer} {number * 7}"}) + "\n")
     for name, dropout in (("base", 0.0), ("dropout", 0.2)):
         tokenizer = tokenizers.ByteLevelBPETokenizer()
-        tokenizer.train(str(directory / "pairs.jsonl"), 300)
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        tokenizer.train(str(directory / "pairs.jsonl"), 300, special_tokens=["<end>"])
+        options = {"tokenizer_object": tokenizer, "eos_token": "<end>"}
+        tokenizer = transformers.PreTrainedTokenizerFast(**options)
         tokenizer.save_pretrained(directory / name)
         config = transformers.BertConfig(
             hidden_size=16,
@@ -86,12 +87,28 @@ def texts(tmp_path_factory):
         )
         torch.manual_seed(0)
         transformers.BertModel(config).save_pretrained(directory / name)
+    with_pooling(directory, "cls", "cls")
+    with_pooling(directory, "last", "lasttoken")
+    config = directory / "cls/1_Pooling/config.json"  # as former versions have saved it
+    former = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": False}
+    config.write_text(json.dumps(former | {"pooling_mode_cls_token": True}))
     flags = ["--pairs", directory / "pairs.jsonl", "--lr", 3e-3, *FLAGS]
     return SimpleNamespace(
         directory=directory,
+        others=flags,
         flags=[*flags, "--base", directory / "base"],
         dropout=[*flags, "--base", directory / "dropout"],
     )
+
+
+def with_pooling(directory, name, mode):
+    """Save the model of `texts` as sentence-transformers does."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    words = modules.Transformer(str(directory / "base"))
+    layers = [words, modules.Pooling(16, pooling_mode=mode), modules.Normalize()]
+    SentenceTransformer(modules=layers, device="cpu").save(str(directory / name))
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +250,6 @@ def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_p
     flags = [*texts.flags, "--batch-size", 4, "--max-steps", 12]
     runs = [(processes, script, flags) for processes, script in zip((2, 1), scripts, strict=True)]
     run, adapted = train(tmp_path, *runs)
-    for path in (texts.directory / "base").iterdir():
-        if path.name != "model.safetensors":
-            (run.directory / path.name).write_bytes(path.read_bytes())
     model = transformers.AutoModel.from_pretrained(run.directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
     lines = (texts.directory / "pairs.jsonl").read_text().splitlines()[::10]
@@ -263,6 +277,79 @@ def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_p
     torch.testing.assert_close(trained, adapted.weights, rtol=0, atol=0)
 
 
+def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
+    """The reference is the loss of the test set. A triple has two negatives of its own."""
+    from sentence_transformers import SentenceTransformer
+
+    lines = (texts.directory / "pairs.jsonl").read_text().splitlines()
+    triples = [json.loads(line) for line in lines]
+    for row, other in zip(triples, triples[7:] + triples[:7], strict=True):
+        row |= {"negative_1": other["positive"] + " not", "negative_2": "no " + other["anchor"]}
+    (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, triples)))
+    make(script := tmp_path / "mine.py", "ddp", "embeddings")
+    flags = [*texts.others, "--max-steps", 9, "--pairs", tmp_path / "triples.jsonl"]
+    runs = [
+        (2, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
+        (1, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 16]),
+        (2, script, [*flags, "--base", texts.directory / "last", "--batch-size", 4]),
+    ]
+    cls, whole, last = train(tmp_path, *runs)
+    assert_same_training(cls, whole, atol=1e-4)
+    for run in (cls, last):
+        model = SentenceTransformer(str(run.directory), device="cpu")
+        names = ("anchor", "positive", "negative_1", "negative_2")
+        columns = [model.encode([row[name] for row in triples[::10]]) for name in names]
+        vectors = [torch.tensor(column).double() for column in columns]
+        scale = run.weights["log_scale"].double().exp()
+        expected = symmetric_loss(scale)(vectors).item()
+        assert run.evaluations[-1]["test_loss"] == pytest.approx(expected, rel=1e-5)
+    assert cls.train[0]["loss"] != pytest.approx(last.train[0]["loss"], rel=1e-3)
+
+
+def symmetric_loss(scale):
+    """That of sentence-transformers, of a list of embeddings."""
+    from sentence_transformers.sentence_transformer import losses
+
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    loss = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=scale, **both)
+    return lambda vectors: loss.compute_loss_from_embeddings(vectors, None)
+
+
+def test_one_microbatch_that_is_the_whole_goes_through_the_model_once():
+    run = SimpleNamespace(accelerator=SimpleNamespace(process_index=0, num_processes=1))
+    pairs = F.normalize(torch.randn(5, 4, 3), dim=2)
+    (batch,) = negatives.with_cached_gradients(run, None, iter([(pairs,)]), negatives.info_nce)
+    values = negatives.loss_among_all(lambda pairs: pairs, batch, negatives.info_nce)
+    torch.testing.assert_close(values["loss"].mean(), symmetric_loss(1)(pairs.unbind(1)))
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "said"),
+    [
+        (["Transformer", "Pooling", "Dense"], {}, "has the modules Transformer, Pooling, Dense"),
+        (["Transformer"], {}, "has the modules Transformer: this"),
+        (["Transformer", "Pooling"], {"pooling_mode": "max"}, "no pooling but mean, cls, last"),
+        (
+            ["Transformer", "Pooling", "Normalize"],
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+            "no pooling but mean, cls, last",
+        ),
+    ],
+)
+def test_a_base_that_embeds_in_another_way_ends_with_one_line(
+    modules, config, said, tmp_path, monkeypatch
+):
+    from lib import pooling
+
+    monkeypatch.setattr(pooling, "exit_with_error", exit_by_exception)
+    listed = [{"type": f"sentence_transformers.models.{x}", "path": "1"} for x in modules]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/config.json").write_text(json.dumps(config))
+    with pytest.raises(Exit, match=said):
+        pooling.pooling_of(tmp_path)
+
+
 def test_a_temperature_is_at_least_that_of_clip():
     import embeddings
 
@@ -270,7 +357,7 @@ def test_a_temperature_is_at_least_that_of_clip():
     model.forward = lambda tokens, attention_mask: SimpleNamespace(
         last_hidden_state=F.one_hot(tokens, 9).float()
     )
-    embeddings.with_pairs(model)
+    embeddings.with_pairs(model, "mean")
     tokens = torch.tensor([[4, 4, -100]])
     pairs = model(tokens, tokens[:, :2])
     assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(20)
@@ -289,6 +376,10 @@ def test_a_temperature_is_at_least_that_of_clip():
         ('{"anchor": "a", "positive": ["b"]}', "line 1: AttributeError("),
         ('{"anchor": "a", "positive": " "}', "line 1: ValueError('an empty text')"),
         ('["a", "b"]', "line 1: TypeError("),
+        (
+            '{"anchor": "a", "positive": "b", "negative": "c"}\n{"anchor": "a", "positive": "b"}',
+            """line 2: ValueError("it has [], the first line ['negative']")""",
+        ),
         (b"\xff\xfe", "line 1: UnicodeDecodeError("),
     ],
 )
@@ -299,7 +390,7 @@ def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
         content = content if isinstance(content, bytes) else content.encode()
         (tmp_path / "pairs.jsonl").write_bytes(content)
     with pytest.raises(Exit) as error:
-        json_lines.texts_of("pairs.jsonl", "--pairs", "anchor", "positive")
+        json_lines.texts_of("pairs.jsonl", "--pairs", "anchor", "positive", more="negative")
     assert line in str(error.value) and "\n" not in str(error.value)
 
 

@@ -21,12 +21,17 @@ def read_lines(path, named, form, make):
     return made
 
 
-def texts_of(path, flag, *names):
-    """Return a tuple of the texts with these names for each line of a file. Exit with an error if a
-    line has not all of them."""
+def texts_of(path, flag, *names, more=None):
+    """Return a tuple of the texts with these names for each line of a file, and of those whose name
+    begins with `more`. Exit with an error unless all lines have them."""
+    in_first_line = []
 
     def texts(row):
-        found = tuple(row[name] for name in names)
+        optional = sorted(name for name in row if more and name.startswith(more))
+        in_first_line.append(optional)
+        if optional != in_first_line[0]:
+            raise ValueError(f"it has {optional}, the first line {in_first_line[0]}")
+        found = tuple(row[name] for name in (*names, *optional))
         if not all(text.strip() for text in found):
             raise ValueError("an empty text")
         return found

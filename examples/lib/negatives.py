@@ -7,8 +7,9 @@ embeddings are gathered. Each process computes the loss of all pairs, which take
 the model, and its gradient with respect to the embeddings. The second pass is the recipe's own: it
 takes this gradient back through the model. It keeps the activations of one microbatch at a time.
 
-A model returns (B, 2, D) for B pairs. A function `losses(pairs, rows)` returns the values of those
-with the indices `rows`, (n,), among all pairs, (N, 2, D): {"loss": (n,), ...}.
+A model returns (B, 2, D) for B pairs, more than 2 if they have negatives of their own. A function
+`losses(pairs, rows)` returns the values of those with the indices `rows`, (n,), among all pairs,
+(N, 2, D): {"loss": (n,), ...}.
 """
 
 from typing import NamedTuple
@@ -37,10 +38,12 @@ def by_rows(pairs, losses):
 
 @torch.no_grad()
 def with_cached_gradients(run, model, microbatches, losses):
-    """Return the microbatches of a step as a list of `Cached`."""
+    """Return the microbatches of a step as a list of `Cached`, or as they are if one has all."""
     accelerator = run.accelerator
     rank, processes = accelerator.process_index, accelerator.num_processes
     microbatches = list(microbatches)
+    if len(microbatches) == processes == 1:
+        return microbatches
     own = []
     for index, batch in enumerate(microbatches):
         # As in the second pass: dropout has to be the same.
@@ -63,8 +66,8 @@ def with_cached_gradients(run, model, microbatches, losses):
 
 def loss_among_all(model, batch, losses):
     """Return the values of a microbatch in the global batch, and a loss with the cached gradient.
-    Of a batch without one, as in a test, return its values without others, and its embeddings for
-    `test_metrics`."""
+    Of a batch without one, as in a test, return its values without other batches, and its
+    embeddings for `test_metrics`."""
     if not isinstance(batch, Cached):
         pairs = model(*batch)
         values = losses(pairs, torch.arange(len(pairs), device=pairs.device))
@@ -81,14 +84,13 @@ def means_among_all(outputs, losses):
 
 
 def info_nce(pairs, rows):
-    """Return the mean loss of both directions, from an anchor to the positives and from a positive
-    to the anchors, and whether the anchor's nearest positive is its own."""
-    losses, found = [], []
-    for one, other in ((0, 1), (1, 0)):
-        similarity = pairs[rows, one] @ pairs[:, other].T
-        losses.append(F.cross_entropy(similarity, rows, reduction="none"))
-        found.append(similarity.argmax(1) == rows)
-    return {"loss": torch.stack(losses).mean(0), "recall_at_1": found[0]}
+    """Return the mean loss of both directions, from an anchor to the positives and all negatives,
+    and from a positive to the anchors, and whether the anchor's nearest text is its positive."""
+    anchors, positives, *negatives = pairs.unbind(1)
+    to_texts = anchors[rows] @ torch.cat([positives, *negatives]).T
+    to_anchors = positives[rows] @ anchors.T
+    losses = [F.cross_entropy(x, rows, reduction="none") for x in (to_texts, to_anchors)]
+    return {"loss": torch.stack(losses).mean(0), "recall_at_1": to_texts.argmax(1) == rows}
 
 
 def nt_xent(pairs, rows):
