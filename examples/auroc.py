@@ -4,6 +4,7 @@
 
 It is exact, over all test samples of all processes. The model returns logits, (B, classes), and a
 batch is (inputs, labels). A "weight" has no influence on it. A class without samples is left out.
+An edited `compute_loss` has to return "outputs": torch.column_stack((logits.detach(), labels)).
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """

@@ -13,7 +13,7 @@ import torch
 from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, project, run
 
 STEPS = 5
-FLAGS = [*SMALL, "--max-steps", str(STEPS), "--batch-size", "8"]
+FLAGS = [*SMALL, "--batch-size", "8"]
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def checked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "execute", execute)
 
-    def run(recipe, *replacements, flags=(), **chosen):
+    def run(recipe, *replacements, flags=(), steps=("--max-steps", str(STEPS)), **chosen):
         copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=project("checked"))
         lines, text = [LITTLE_DATA, *replacements], project("checked", **chosen)
         copy(f"{recipe}_cifar", tmp_path / "my copy.py", *lines, project=text)
-        monkeypatch.setattr(sys, "argv", ["check.py", "my copy.py", *FLAGS, *flags])
+        monkeypatch.setattr(sys, "argv", ["check.py", "my copy.py", *FLAGS, *steps, *flags])
         with pytest.raises(SystemExit) as end:
             check.main()
         results = json.loads(Path("runs/check/my copy.json").read_text())
@@ -39,23 +39,24 @@ def checked(tmp_path, monkeypatch, capsys):
 
 
 GOOD = {  # flags, processes of the runs
-    "ddp": (["--processes", "1", "2", "4", "--also", "sharded.py"], [1, 1, 2, 4, 2, 2]),
-    "amp": (["--precision", "bf16", "--kills", "2"], [1, 1, 2, 2]),
-    "sharded": (["--precision", "bf16"], [1, 1, 2, 2]),
-    "pipeline": (["--batch-size", "16"], [2, 2, 4, 4]),
+    "ddp": (["--processes", "1", "2", "4", "--also", "sharded.py"], [1, 1, 2, 4, 2, 1, 2]),
+    "amp": (["--precision", "bf16", "--kills", "2"], [1, 1, 2, 1, 2]),
+    "sharded": (["--precision", "bf16"], [1, 1, 2, 1, 2]),
+    "pipeline": (["--batch-size", "16"], [2, 2, 4, 2, 4]),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", GOOD)
 def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
-    """Also its dropout and its random loss."""
+    """Also its dropout and its random loss. That these depend on the microbatches is reported."""
     flags, processes = GOOD[recipe]
     code, output, runs = checked(recipe, flags=flags)
     assert code == 0 and "Known causes" not in output, output
-    reference, yardstick, *more, killed = runs.values()
+    reference, yardstick, *more, half, killed = runs.values()
     assert [x["processes"] for x in runs.values()] == processes
-    assert {x["against"] for x in (yardstick, *more)} == {reference["name"]}
+    assert {x["against"] for x in (yardstick, *more, half)} == {reference["name"]}
+    assert half["verdict"] == "reported" and f"{half['name']}: {half['remark']}\n" in output
     assert {x["verdict"] for x in more} <= {"the same", "bit for bit"}
     assert killed["verdict"] == "bit for bit" and killed["against"] == more[0]["name"]
     twice = ["step-00000001"] if "--kills" in flags else []
@@ -121,7 +122,7 @@ def test_a_mistake_is_found_in_the_first_step(what, checked):
         return
     assert two["verdict"] == "differs at step 1"
     assert re.fullmatch(rf"({metric}) \S+ and \S+, by \S+", two["reason"]), two["reason"]
-    equal = "no others can be compared: --processes 2" in output
+    equal = "depend on RANK or WORLD_SIZE" in output
     assert equal == (runs["2 processes, killed"]["verdict"] == "bit for bit")
     if what in ("own generator", "counter"):
         assert runs["2 processes, killed"]["verdict"] == "differs at step 3", "the first after it"
@@ -140,7 +141,7 @@ def test_state_that_is_not_saved_is_found_after_the_kill(checked):
     code, output, runs = checked("ddp", flags=["--lr", "1"], **chosen)
     assert code == 1, output
     verdicts = [run["verdict"] for run in runs.values()]
-    assert verdicts == ["", "", "the same", "differs at step 3"], "the first after it"
+    assert verdicts == ["", "", "the same", "reported", "differs at step 3"], "the first after it"
 
 
 CALL = "logits = model(images)"
@@ -153,12 +154,12 @@ FAILURES = {  # lines, verdicts, what is said
     ),
     "crash of a rank": (
         [(CALL, f'assert model.training or os.environ["RANK"] == "0", "own"\n    {CALL}')],
-        ["", "", f"fails after step {STEPS}"],
+        ["", "", f"fails after step {STEPS}", "reported"],
         "AssertionError: own",
     ),
     "checkpoint not found": (
         [("checkpoint = self.checkpoints.find()", "checkpoint = None")],
-        ["", "", "the same", "fails"],
+        ["", "", "the same", "reported", "fails"],
         "it resumed from step 0, not 2",
     ),
 }
@@ -172,9 +173,54 @@ def test_a_copy_that_fails_shows_why(what, checked):
     code, output, runs = checked("ddp", *lines)
     assert code == 1
     assert [run["verdict"] for run in runs.values()] == verdicts, output
-    name, run = runs.popitem()
-    assert said in run["reason"] and f"{name}: {verdicts[-1]}: {run['reason']}\n" in output
-    assert "\n" not in run["reason"]
+    [run] = [run for run in runs.values() if run["reason"]]
+    assert said in run["reason"] and "\n" not in run["reason"]
+    assert f"{run['name']}: {run['verdict']}: {run['reason']}\n" in output
+
+
+@pytest.mark.slow
+def test_a_loss_that_depends_on_the_microbatch_is_reported_and_no_failure(checked):
+    """A sum in place of a mean: on any number of processes the microbatches are the same."""
+    code, output, runs = checked("ddp", build_model="plain_model", compute_loss="sum_of_losses")
+    assert code == 0 and runs["2 processes"]["verdict"] == "the same", output
+    remark = runs["microbatches of 4"]["remark"]
+    one, other = map(float, re.match(r"loss (\S+) and (\S+), by 0.5: depends on", remark).groups())
+    assert one == pytest.approx(2 * other)
+    assert f"microbatches of 4: {remark}\n" in output
+    _, output, runs = checked("ddp", build_model="plain_model", compute_loss="plain_loss")
+    assert runs["microbatches of 4"]["verdict"] == "the same" and "depends on how" not in output
+
+
+@pytest.mark.slow
+def test_a_short_epoch_is_followed_by_a_second_one_which_finds_cached_data(checked):
+    few = ["--global-batch-size", "16"]
+    code, output, runs = checked("ddp", flags=few, steps=[], load_data="data_cached_in_memory")
+    assert code == 1 and "up to the second epoch: --max-steps 20\n" in output, output
+    assert re.fullmatch("differs at step (17|18)", runs["2 processes"]["verdict"]), output
+    assert runs["1 process"]["flags"].count("--max-steps") == 2
+
+
+@pytest.mark.slow
+def test_a_slow_first_step_is_no_failure_and_what_is_slower_says_how_to_go_on(checked, monkeypatch):
+    """The time after which a run hangs follows the longest step of the reference."""
+    monkeypatch.setattr(check, "LEAST_PATIENCE", 1)
+    monkeypatch.setattr(check, "SLOWER", 3)
+    slow = ["--processes", "1"]
+    code, output, runs = checked("ddp", flags=slow, compute_loss="loss_with_a_slow_first_step")
+    patience = dict(zip(*[iter(runs["1 process, killed"]["flags"])] * 2, strict=False))
+    assert code == 0 and patience["--hang-timeout"] >= 6, output
+    monkeypatch.setattr(check, "SLOWER", 0)
+    code, output, runs = checked("ddp", flags=slow, compute_loss="loss_with_a_slow_first_step")
+    assert code == 1 and "no step for 1 s" in output, output
+    assert "if it is slow and does not hang, add --hang-timeout SECONDS (" in output
+
+
+def test_a_learning_rate_may_differ_by_its_rounding():
+    for change, verdict in ((1e-15, "the same"), (1e-9, "differs at step 1")):
+        run = {"differences": [], "reason": ""}
+        key = (1, "train", "learning_rate")
+        check.compare(run, {key: 0.1 * (1 + change)}, {key: 0.1}, {key: 0.0}, ())
+        assert run["verdict"] == verdict
 
 
 def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_only():
@@ -215,7 +261,7 @@ def test_a_bound_is_ten_times_the_yardsticks_difference_up_to_the_next_step():
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
     listed = (ROOT / "docs/adapting.md").read_text()
     rows = re.findall(r'^- .*: (?:below|\[.*\]\((.*)\)), "(.*)"$', listed, re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for page, row in rows:
         text = (ROOT / "docs" / page).read_text() if page else listed
         assert re.search(rf"^\| [`]?{re.escape(row)}", text, re.MULTILINE), row
@@ -223,10 +269,12 @@ def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
 
 
 RECIPES = ROOT / "recipes"
+CLASHING = "clashing.py"
 NONSENSE = {
     "a file that is not there": (["no.py"], "check: error: there is no file no.py"),
     "another file": ([ROOT / "clusters/submit_job.sh"], "submit_job.sh is not a copy of "),
     "the baseline": ([RECIPES / "data_parallel_cifar.py"], "is not a copy of ddp, amp, "),
+    "a name on both sides": ([CLASHING], "names on both sides of the line '# =====': means (line "),
     "no file": ([], "arguments are required: copy"),
     "a batch that cannot be divided": (
         [RECIPES / "ddp_cifar.py", "--batch-size", "8", "--global-batch-size", "24", "--cpu"],
@@ -236,7 +284,10 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_is_an_error(what, monkeypatch, capsys):
+def test_nonsense_is_an_error(what, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (RECIPES / "ddp_cifar.py").read_text()
+    Path(CLASHING).write_text(text.replace("\n\n\ndef main", "\n\n\nmeans = 1\n\n\ndef main"))
     words, said = NONSENSE[what]
     monkeypatch.setattr(sys, "argv", ["check.py", *map(str, words)])
     with pytest.raises(SystemExit) as end:
@@ -296,14 +347,12 @@ def test_why_a_run_failed_is_one_line(line):
     ],
 )
 def test_processes_and_batches(recipe, gpus, flags, processes, batch, total, monkeypatch):
-    """Ours of all flags but --max-steps and --hang-timeout, which come before the user's."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    flags = [str(RECIPES / f"{recipe}_cifar.py"), "--lr", "1", "--max-steps", "5", *flags]
+    flags = [str(RECIPES / f"{recipe}_cifar.py"), "--lr", "1", *flags]
     monkeypatch.setattr(sys, "argv", ["check.py", *flags])
     args = check.parse_args()
     assert args.processes == processes
     given = dict(zip(args.flags[::2], args.flags[1::2], strict=False))
-    assert args.flags.index("5") > args.flags.index(12)
     if "--cpu" not in flags:
         assert (given["--batch-size"], given["--global-batch-size"]) == (batch, total)
 
@@ -315,7 +364,7 @@ def test_the_command_with_its_launcher(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/beside.py").write_text("")
     copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=text)
-    command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS]
+    command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--max-steps", 5]
     process = run([*command, "--processes", 1], cwd=tmp_path)
     row = r"1 process, killed +1 process +(\d+) of \1 +0 of 0, loss, step 1 +bit for bit"
     assert re.search(row, process.stdout), process.stdout

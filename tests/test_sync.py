@@ -196,8 +196,8 @@ SECOND_BANNER = "# ===== this recipe's own"
 @pytest.mark.parametrize(
     ("old", "new", "copy", "message"),
     [
-        ("def choose_device(", "def choose_gpu(", MINE, "or nowhere: choose_device: see diff"),
-        ("def say(", "train_step = 1\n\n\ndef say(", MINE, "twice, or nowhere: train_step: see"),
+        ("def choose_device(", "def choose_gpu(", MINE, "nowhere: choose_device: see diff"),
+        ("def say(", "train_step = 1\n\n\ndef say(", MINE, r"# =====': train_step \(line \d+\)"),
         (BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
         ("def say(", "def say(", "project/recipes/data_parallel_cifar.py", "no shared block"),
         ("def say(", "def say(", "none.py", "No such file"),
@@ -209,6 +209,19 @@ def test_make_sync_changes_nothing_if_the_copy_would_not_run(project, old, new, 
     assert process.returncode != 0 and before == after
     line, _ = process.stderr.splitlines()  # the second one is of make
     assert line.startswith("nothing was written: ") and re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("line", "name"), [("NAME = 'mine'", "NAME"), ("from datasets import Dataset", "Dataset")]
+)
+def test_a_name_on_both_sides_of_the_banner_is_an_error(project, line, name):
+    """Also an import of another thing than the one that the block uses."""
+    process, before, after = project(
+        "my_cifar.py", "def train_step(", f"{line}\ndef train_step(", MINE
+    )
+    assert process.returncode != 0 and before == after
+    message, _ = process.stderr.splitlines()
+    assert re.search(rf"# =====': {name} \(line \d+\): rename", message), message
 
 
 def test_make_sync_leaves_a_copy_of_the_earlier_structure_as_it_is(project, tmp_path):

@@ -4,15 +4,17 @@
     python tools/check.py recipes/ddp_cifar.py --data synthetic --model simple_cnn
     python tools/check.py ../mine/train.py --text a.txt --cpu
 
-Other flags are the copy's. It trains 12 steps (--max-steps) with one size of microbatches: on one
-process, on two, on all GPUs, and on two that SIGKILL ends in mid-epoch before a rerun
-resumes; a pipeline on two and four. All metrics of all steps and the final weights have to be the
-same, after the kill bit for bit (CPU). On another number of processes rounding differs, and
-training amplifies it. A yardstick measures how much: the first run, with weights changed by 1e-5 of
-their values before the first update. Bounds are ten times its differences. One above 1% tells
-nothing: that number is not judged, and from the step on in which it is the loss or grad_norm, no
-number is. Then the learning rate is lowered, to a tenth and to a thousandth. Exit status 1: a run
-fails or differs; 3: the same, as far as steps can be judged. Writes runs/check/NAME.json and .svg.
+Other flags are the copy's. It trains 12 steps, or if an epoch has 12 to 48 steps, four more than
+these (--max-steps), with one size of microbatches: on one process, on two, on all GPUs, and on two
+that SIGKILL ends in mid-epoch before a rerun resumes; a pipeline on two and four. All metrics of
+all steps and the final weights have to be the same, after the kill bit for bit (CPU). On another
+number of processes rounding differs, and training amplifies it. A yardstick measures how much: the
+first run, with weights changed by 1e-5 of their values before the first update. Bounds are ten
+times its differences. One above 1% tells nothing: that number is not judged, and from the step on
+in which it is the loss or grad_norm, no number is. Then the learning rate is lowered, to a tenth
+and to a thousandth. One step with microbatches of half the size is compared, too: a difference
+there is reported, and no failure. Exit status 1: a run fails or differs; 3: the same, as far as
+steps can be judged. Writes runs/check/NAME.json and .svg.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import machine
 import torch
+from recipe import check_names, parts
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -45,7 +48,15 @@ LIMIT = 0.01  # other trainings of the same model meet a larger bound
 UNMOVED = torch.finfo(torch.float32).eps  # what rounding of a mean may do, such as of an accuracy
 DECISIVE = ("loss", "grad_norm")
 SMOOTH = (*DECISIVE, "test_loss", "learning_rate")
+RATE_ROUNDING = 1e-12  # of a learning rate: thousands of roundings of float64
 RATES = (1, 10, 1000)  # divisors of the learning rate: a lower one amplifies less
+STEPS = 12  # or BEYOND_EPOCH more than an epoch has, if it has no more than LONGEST_EPOCH
+BEYOND_EPOCH = 4
+LONGEST_EPOCH = 48
+# A run hangs that is in one step for so many times the longest step of the reference, and for so
+# many seconds: other runs may share its processor, or those of other programs.
+SLOWER = 50
+LEAST_PATIENCE = 120
 NO_BOUND = sys.float_info.max  # JSON has no infinity
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 # Whatever the copy says of cuBLAS's and cuDNN's precision and algorithms.
@@ -55,8 +66,11 @@ MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "sample
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
 FROM_THE_START = "differs at step 1"
-EQUAL_NUMBERS = "Equal numbers of processes train the same. If the loss depends on the "
-EQUAL_NUMBERS += "microbatches of all ranks, no others can be compared: --processes {}"
+BY_RANK = "Equal numbers of processes train the same, others do not: data, dropout or the loss "
+BY_RANK += "depend on RANK or WORLD_SIZE, or the loss depends on the microbatches of all ranks"
+DIVIDED = "depends on how the batch is divided (BatchNorm, dropout, negatives within a microbatch, "
+DIVIDED += "a sum in place of a mean): no failure"
+SLOW = ": if it is slow and does not hang, add --hang-timeout SECONDS"
 CAUSES = "Known causes and their remedies: docs/adapting.md, make check"
 
 
@@ -104,7 +118,8 @@ def train(run, output):
         if last != (code == 0) or not (last or any(output.glob(f"{task}*"))):
             steps = re.findall(r"^step (\d+)/", text, re.MULTILINE)
             run["verdict"] = f"fails after step {steps[-1]}" if steps else "fails in step 1"
-            run["reason"] = f"{error_of(run['copy'], text)} ({log})"
+            error = error_of(run["copy"], text)
+            run["reason"] = f"{error}{SLOW if ': no step for ' in error else ''} ({log})"
             return {}
     begin = json.loads((output / "summary.json").read_text())["resumed_from"]
     expected = [0, *(int(task.removeprefix("step-")) for task in run["tasks"][:-1])][-1]
@@ -148,7 +163,8 @@ def compare(run, ours, theirs, bounds, of_rank_0):
         if name.endswith(of_rank_0) or (depends and event == "evaluation"):
             continue
         values = [theirs.get(key), ours.get(key)]
-        size, bound = difference(*values), bounds[key]
+        size = difference(*values)
+        bound = max(bounds[key], RATE_ROUNDING if name == "learning_rate" else 0.0)
         values = [x.double().norm().item() if torch.is_tensor(x) else x for x in values]
         found = {"step": step, "event": event, "metric": name, "values": values}
         run["differences"].append({**found, "difference": size, "bound": bound})
@@ -194,7 +210,7 @@ class Check:
         first = self.args.processes[0]
         run = {"name": name, "against": against, "processes": first, "copy": self.args.copy}
         run |= {"flags": self.args.flags, "tasks": ["train"], "differences": [], **given}
-        run |= {"verdict": "", "reason": "", "undecided": ""}
+        run |= {"verdict": "", "reason": "", "undecided": "", "remark": ""}
         shutil.rmtree(self.directory / name, ignore_errors=True)  # of a higher learning rate
         with self.console.status(f"{name} ..."):
             self.values[name] = train(run, self.directory / name)
@@ -214,16 +230,56 @@ class Check:
         first, *more = self.args.processes
         name = f"{first} process{'es' * (first > 1)}"
         compared = more or self.args.also or self.args.gpus
-        if self.add(name)["reason"] or (compared and not self.add_yardstick(name)):
+        if not self.add_reference(name) or (compared and not self.add_yardstick(name)):
             return self.runs
         for number in more:
             self.add(f"{number} processes", name, self.bounds, processes=number)
         for path in self.args.also:
             self.add(f"{path.stem} on 2", name, self.bounds, processes=2, copy=path)
         whole = self.runs[2] if more else self.runs[0]
+        if compared and self.args.batch % 2 == 0:
+            self.add_half(name)
         if whole["differences"] or not whole["reason"]:
             self.add_killed(whole)
         return self.runs
+
+    def add_reference(self, name):
+        """Train the reference, up to the second epoch if it is near. Set the time after which the
+        other runs hang. Return whether it has trained."""
+        if self.add(name)["reason"]:
+            return False
+        output = self.directory / name
+        summary = json.loads((output / "summary.json").read_text())
+        epoch = summary["steps_per_epoch"]
+        if not self.args.max_steps and STEPS <= epoch <= LONGEST_EPOCH:
+            self.args.max_steps = epoch + BEYOND_EPOCH
+            self.console.print(f"up to the second epoch: --max-steps {self.args.max_steps}")
+            self.args.flags += ["--max-steps", self.args.max_steps]
+            self.runs.clear()
+            return self.add_reference(name)
+        lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        longest = max(line.get("seconds", 0.0) for line in lines)
+        patience = max(LEAST_PATIENCE, SLOWER * longest)
+        self.args.flags = ["--hang-timeout", round(patience), *self.args.flags]
+        return True
+
+    def add_half(self, name):
+        """Train one step with microbatches of half the size. A difference is only reported."""
+        size = self.args.batch // 2
+        flags = [*self.args.flags, "--max-steps", 1, "--batch-size", size]
+        run = self.add(f"microbatches of {size}", flags=flags)
+        run["against"] = name
+        if not run["reason"]:
+            first = [
+                {key: x for key, x in self.values[one].items() if key[:2] == (1, "train")}
+                for one in (run["name"], name)
+            ]
+            bounds = self.bounds | {
+                (1, "train", "learning_rate"): NO_BOUND
+            }  # by the number of steps
+            compare(run, *first, bounds, ())
+        if run["reason"]:
+            run |= {"remark": f"{run['reason']}: {DIVIDED}", "reason": "", "verdict": "reported"}
 
     def add_yardstick(self, name):
         """Set the bounds. If they judge some of the steps only, begin again at a lower learning
@@ -280,6 +336,7 @@ def parse_args():
     add("--processes", type=int, nargs="+", help="numbers to compare (1, 2 and all GPUs)")
     add("--also", type=Path, nargs="+", default=[], help="other recipes, on two processes")
     add("--kills", type=int, default=1, help="how often SIGKILL ends the killed run (1)")
+    add("--max-steps", type=int, help="of a run (12, or some more to reach the second epoch)")
     add("--batch-size", type=int, help="of a microbatch (8; pipeline: 16)")
     add("--global-batch-size", type=int, help="of a step")
     parser.error = exit_with_error
@@ -290,17 +347,22 @@ def parse_args():
             parser.error(f"there is no file {path}")
         if "--checkpoint-every" not in path.read_text("utf-8", "replace"):
             parser.error(f"{path} is not a copy of ddp, amp, sharded or pipeline_cifar.py")
+        try:
+            own, _, block = parts(path)
+            check_names(path, own, block)
+        except (SyntaxError, ValueError) as error:
+            parser.error(str(error))
     args.gpus = 0 if "--cpu" in flags else torch.cuda.device_count()
     stages = 2 if "--chunks" in args.copy.read_text() else 1
     counts = sorted({stages, 2 * stages, args.gpus // stages * stages} - {0})
     args.processes = args.processes or [n for n in counts if n <= max(args.gpus or n, stages)]
-    batch = args.batch_size or 8 * stages
-    share = batch * math.lcm(*(n // stages for n in args.processes))
+    args.batch = args.batch_size or 8 * stages
+    share = args.batch * math.lcm(*(n // stages for n in args.processes))
     total = args.global_batch_size or 2 * share
     if total % share:
         parser.error(f"argument --global-batch-size: choose a multiple of {share}")
-    args.flags = ["--max-steps", 12, "--hang-timeout", 120, *flags, "--log-every", 1]
-    args.flags += ["--batch-size", batch, "--global-batch-size", total]
+    args.flags = [*flags, "--log-every", 1, "--max-steps", args.max_steps or STEPS]
+    args.flags += ["--batch-size", args.batch, "--global-batch-size", total]
     return args
 
 
@@ -327,13 +389,14 @@ def main():
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
     causes = [CAUSES] if problems and runs[1:] else []
     if runs[-1]["verdict"] == "bit for bit" and any(x["verdict"] == FROM_THE_START for x in runs):
-        causes.insert(0, EQUAL_NUMBERS.format(runs[-1]["processes"]))
+        causes.insert(0, BY_RANK)
+    remarks = [f"{x['name']}: {x['remark']}" for x in runs if x["remark"]]
     unknown = [
         f"{x['name']}: {x['verdict']}; later, rounding decides {x['undecided']}"
         for x in runs
         if x["undecided"]
     ]
-    console.print(table, *problems, *unknown, *causes, sep="\n", soft_wrap=True)
+    console.print(table, *problems, *unknown, *remarks, *causes, sep="\n", soft_wrap=True)
     results.write_text(json.dumps(content, indent=1, default=str) + "\n")
     subprocess.run([sys.executable, machine.ROOT / "tools/draw.py", results])
     if not (problems or unknown):

@@ -6,9 +6,8 @@
 
 examples/NAME.py has functions that replace the recipe's, and all that they need. The lines of
 examples/NAME.diff change functions. NAME.sharded.py and NAME.sharded.diff are those of one recipe.
-Functions, flags and imports of these that the copy does not use are removed, but no text of its
-owner. Nothing is written if that would have to go, or if an example does not fit. No file is
-overwritten.
+`new` leaves out the functions, flags and imports that the copy does not use. `add` removes nothing,
+and replaces only what its owner has not edited. Nothing is written if an example does not fit.
 """
 
 import argparse
@@ -19,10 +18,23 @@ import subprocess
 import sys
 import textwrap
 from functools import lru_cache
-from itertools import pairwise
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-from recipe import COPIES, REFERENCE, ROOT, checksum, imports, names, parsed, parts, write
+from recipe import (
+    COPIES,
+    IMPORTS,
+    REFERENCE,
+    ROOT,
+    check_names,
+    checksum,
+    imports,
+    names,
+    parsed,
+    parts,
+    statements,
+    write,
+)
 
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
@@ -39,6 +51,7 @@ def source(name, kind, recipe=""):
     return next((path.read_text("utf-8") for path in paths if path.exists()), "")
 
 
+@lru_cache
 def description(name):
     """Return the paragraphs on an example, the recipes that it is for, and its group."""
     code = source(name, "py")
@@ -50,21 +63,14 @@ def description(name):
 
 def titles():
     """Return the examples of each group, each with its first line, and the recipes."""
+    width = max(map(len, EXAMPLES)) + 2
     lines = ["WITH= takes one task and any additions, in their order"]
     for group in GROUPS:
         lines += ["", f"{group}:"]
         for name in EXAMPLES:
             paragraphs, _, of = description(name)
-            lines += [f"    {name:20}{paragraphs[0]}"] if of == group else []
+            lines += [f"    {name:{width}}{paragraphs[0]}"] if of == group else []
     return "\n".join([*lines, "", f"RECIPE= one of {', '.join(RECIPES)}"])
-
-
-def statements(text):
-    """Return [(node, its lines, with the comments above it)] of a module: all of its text."""
-    lines = [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
-    nodes = parsed(text).body
-    ends = [0, *(node.end_lineno for node in nodes[:-1]), len(lines)]
-    return [(x, "".join(lines[i:j])) for x, (i, j) in zip(nodes, pairwise(ends), strict=False)]
 
 
 def bound(node):
@@ -85,6 +91,7 @@ def definitions(text):
     return found
 
 
+@lru_cache
 def load(name, recipe):
     """Return the imports of an example, and {name: lines} of what it defines, and of the helpers
     and what it names of another example, or of another recipe."""
@@ -100,31 +107,22 @@ def load(name, recipe):
             theirs = definitions(RECIPES[module.removesuffix("_cifar")].read_text("utf-8"))
             lacking = {alias.name for alias in node.names} - own.keys()
             defined |= {key: re.sub(r"^# -{20}.*\n", "", theirs[key]) for key in sorted(lacking)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
+        elif isinstance(node, IMPORTS):
             lines.append(part.strip())
     return lines, defined | definitions(text)
 
 
 # --------------------------------------------------------------------------------------- the copy
-def own_text(recipe, examples):
-    """Return all that may go from a copy: the definitions, imports and lines of these."""
-    text = RECIPES[recipe].read_text("utf-8")
-    found = {*definitions(text).values(), *imports(text)[0].values()}
-    for name in examples:
-        lines, defined = load(name, recipe)
-        found |= {*defined.values(), *imports("\n".join(lines))[0].values()}
-    return found | {line for x in found for line in x.split("\n")}
-
-
-def with_imports(text, added, name):
-    """Return a copy with the imports that it lacks. Raise ValueError if it has another thing of the
-    same name."""
-    (ours, last), (theirs, _) = imports(text), imports("\n".join(added))
-    missing = {key: line for key, line in theirs.items() if ours.get(key) != line}
-    for key in missing.keys() & names(text)[0]:
+def with_imports(own, name, recipe):
+    """Return a copy with the imports that it lacks of an example. Raise ValueError if it has
+    another thing of the same name."""
+    (ours, last), (theirs, _) = imports(own), imports("\n".join(load(name, recipe)[0]))
+    needed = used(own)
+    missing = {key: x for key, x in theirs.items() if key in needed and ours.get(key) != x}
+    for key in missing.keys() & names(own)[0]:
         if missing[key].startswith("from "):
             raise ValueError(f"{name}.py: {missing[key]}: {key} of the copy is something else")
-    lines = text.split("\n")
+    lines = own.split("\n")
     lines[last:last] = missing.values()
     return "\n".join(lines)
 
@@ -132,15 +130,16 @@ def with_imports(text, added, name):
 def put_functions(text, name, recipe):
     """Return a copy with an example's functions in place of the recipe's, and what they need above
     the first of them. Raise ValueError if one of these was edited, or replaced before."""
-    added_imports, defined = load(name, recipe)
+    defined = load(name, recipe)[1]
     original, ours = definitions(RECIPES[recipe].read_text("utf-8")), definitions(text)
     for key in sorted(defined.keys() & names(text)[0]):
         if ours.get(key, "") not in (original.get(key), defined[key]):
-            raise ValueError(f"{name}.py: {key} of the copy is edited, or of another example")
+            why = f"{key} of the copy is edited, or of another example"
+            raise ValueError(f"{name}.py: {why}: put in by hand what examples/{name}.py has")
     first = next((key for key in ours if key in defined), "main")
     helpers = dict.fromkeys(part for key, part in defined.items() if key not in ours)
     result = []
-    for node, part in statements(with_imports(text, added_imports, name)):
+    for node, part in statements(text):
         for key in bound(node):
             result += [f"\n\n{x}\n" for x in helpers] if key == first else []
             part = f"\n\n{defined[key]}\n" if key in defined else part
@@ -176,52 +175,35 @@ def apply(text, diff, name):
     return text
 
 
-def used(text):
+def used(own):
     """Return the names that a statement uses which does not define them."""
-    return set().union(*(names(lines)[1] for _, lines in statements(text)))
+    return set().union(*(names(lines)[1] for _, lines in statements(own)))
 
 
-def unused(text):
-    """Return the names of definitions that no other statement uses."""
-    return definitions(text).keys() - used(text)
+def without_unused(own, block):
+    """Return the owner's part without definitions and flags that neither it nor the block uses."""
+    while gone := definitions(own).keys() - used(own) - names(block)[1]:
+        own = "".join(part for node, part in statements(own) if not gone & {*bound(node)})
+    read = {*re.findall(r"\bargs\.(\w+)", own + block)}
+    for line, flag in re.findall(r'^( +add\("--([\w-]+)", .*\)\n)', own, re.MULTILINE):
+        own = own if flag.replace("-", "_") in read else own.replace(line, "")
+    return own.rstrip() + "\n\n\n"
 
 
-def unread_flags(text):
-    """Return the lines, of one flag each, whose flag nothing reads."""
-    found = re.findall(r'^( +add\("--([\w-]+)", .*\)\n)', text, re.MULTILINE)
-    names = set(re.findall(r"\bargs\.(\w+)", text))
-    return {line for line, flag in found if flag.replace("-", "_") not in names}
+def unused_imports(own, block):
+    """Return the names of imports that neither the owner's part nor the block uses."""
+    return imports(own)[0].keys() - used(own) - names(block)[1]
 
 
-def without_unused(text, before, shared, known):
-    """Return a copy without definitions and flags that are not used, unless they were not used
-    before, or are in its shared block. Raise ValueError if one of them is not `known` text."""
-    keep = unused(before) | definitions(shared).keys()
-    while gone := unused(text) - keep:
-        ours = definitions(text)
-        if edited := ", ".join(sorted(name for name in gone if ours[name] not in known)):
-            raise ValueError(f"nothing would use {edited}, which is edited: delete it first")
-        text = "".join(part for node, part in statements(text) if not gone & {*bound(node)})
-    for line in unread_flags(text) - unread_flags(before):
-        if line in shared:
-            continue
-        if line.strip("\n") not in known:
-            raise ValueError(f"nothing would read this flag, which is edited: {line.strip()}")
-        text = text.replace(line, "")
-    return text
-
-
-def without_unused_imports(text, known):
-    """Return a copy without `known` imports that are not used. A line with more than that stays."""
-    needed = used(text)
-    lines = text.split("\n")
-    for node in reversed(parsed(text).body):
-        place = slice(node.lineno - 1, node.end_lineno)
-        part = "\n".join(lines[place])
-        if isinstance(node, ast.Import | ast.ImportFrom) and not {"#", ";"} & {*part}:
-            one_each = imports(part)[0]
-            kept = [x for name, x in one_each.items() if name in needed or x not in known]
-            lines[place] = lines[place] if len(kept) == len(one_each) else kept
+def without_imports(own, gone):
+    """Return the owner's part without the imports of these names."""
+    lines = own.split("\n")
+    for node in reversed(parsed(own).body):
+        if isinstance(node, IMPORTS):
+            place = slice(node.lineno - 1, node.end_lineno)
+            one_each = imports("\n".join(lines[place]))[0]
+            if gone & one_each.keys():
+                lines[place] = [line for name, line in one_each.items() if name not in gone]
     return "\n".join(lines)
 
 
@@ -289,46 +271,45 @@ def sorted_imports(text):
     return done.stdout
 
 
-def compose(path, name, recipe, examples):
+def compose(path, name, recipe, examples, adds=False):
     """Return the copy at `path`, or a recipe, with examples put in, for a file of this name."""
-    before = text = path.read_text("utf-8")
-    block = parts(path)[2]
+    own, banner, block = parts(path)
+    check_names(path, own, block)
+    before = own
     for example in examples:
         if example not in EXAMPLES:
             raise ValueError(f"there is no example {example}\n{titles()}")
         recipes = description(example)[1]
         if recipe not in recipes:
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
-        text = put_functions(text, example, recipe)
-        text = apply(text, source(example, "diff", recipe), example)
-    known = own_text(recipe, [*parents(before), *examples])
-    text = without_unused(text, before, block, known)
-    text = without_unused_imports(text, known)
+        own = put_functions(own, example, recipe)
+        own = apply(own, source(example, "diff", recipe), example)
+        own = with_imports(own, example, recipe)
+    if not adds:
+        own = without_unused(own, block)
+        own = without_imports(own, unused_imports(own, block))
     origin = f"{recipe}_cifar.py (shared infrastructure {checksum(block)})"
-    text = with_docstring(text, shlex.quote(name), recipe, origin, examples)
+    own = with_docstring(own, shlex.quote(name), recipe, origin, examples)
     # Imports that their owner did not sort may have an order that matters.
-    return sorted_imports(text) if sorted_imports(before) == before else text
+    own = sorted_imports(own) if not adds or sorted_imports(before) == before else own
+    return own + banner + block
 
 
-def recipe_of(path):
+def recipe_of(own):
     """Return the recipe that has the most lines in common with a copy."""
-    ours = {*path.read_text("utf-8").splitlines()}
-    theirs = {name: {*x.read_text("utf-8").splitlines()} for name, x in RECIPES.items()}
+    ours = {*own.splitlines()}
+    theirs = {name: {*parts(x)[0].splitlines()} for name, x in RECIPES.items()}
     return max(theirs, key=lambda name: len(ours & theirs[name]) / len(ours | theirs[name]))
 
 
-def with_flags_of(path, recipe, commands):
-    """Return commands without the flags that a copy has not, or that its owner declares: of these
-    no value is known."""
-    text, block = path.read_text("utf-8"), parts(path)[2]
-    known = own_text(recipe, parents(text))
-    ours = "\n".join(line for line in text.split("\n") if line in known or line in block)
-    flags = {"nproc_per_node", *re.findall(r'"--([\w-]+)"', ours)}
-
-    def checked(line):
-        return re.sub(r" --([\w-]+)(?: (?!--)\S+)*", lambda x: x[0] * (x[1] in flags), line)
-
-    return "\n".join(checked(x) if "mine.py" in x else x for x in commands.split("\n"))
+def has_edited_flags(own, recipe):
+    """Return whether a copy has other flags than those of its recipe and examples."""
+    try:
+        fresh = compose(RECIPES[recipe], "mine.py", recipe, parents(own))
+    except ValueError:  # of an example that is gone, or does not fit any more
+        return True
+    found, ours = definitions(fresh), definitions(own)
+    return any(found[name] != ours.get(name) for name in ("add_flags", "add_technique_flags"))
 
 
 def next_commands(path, recipe):
@@ -336,7 +317,7 @@ def next_commands(path, recipe):
     texts = [x for name in parents(path.read_text("utf-8")) for x in description(name)[0]]
     texts = [re.sub(r" \\\n +", " ", x) for x in texts]  # one line for each command
     recipes_own = f"    {TRAIN} --data synthetic --model simple_cnn"
-    task = with_flags_of(path, recipe, next((x for x in texts if TRAIN in x), recipes_own))
+    task = next((x for x in texts if TRAIN in x), recipes_own)
     other, path = (shlex.quote(str(x)) for x in (f"runs/{path.stem}-other", path))
     task = task.replace("mine.py", path)
     two = TRAIN.replace("mine.py", path)
@@ -345,6 +326,30 @@ def next_commands(path, recipe):
     lines = [". .venv/bin/activate", *textwrap.dedent(data).splitlines()]
     check = f"make check COPY={path} ARGS={shlex.quote(flags.strip())}"
     return [*lines, f"{two}{flags}", f"{one}{flags} --output-dir {other}", check]
+
+
+def new(target, recipe, examples):
+    """Write a copy. Return the lines to print."""
+    if target.stem in sys.stdlib_module_names or PathFinder.find_spec(target.stem, sys.path[1:]):
+        why = f"Python would import it in place of its own module {target.stem}"
+        raise ValueError(f"{target}: {why}: choose another name")
+    text = compose(RECIPES[recipe], target.name, recipe, examples)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "x", encoding="utf-8") as file:  # "x": none is overwritten
+        file.write(text)
+    return next_commands(target, recipe)
+
+
+def add(target, examples):
+    """Put examples into a copy. Return its recipe, and the lines to print."""
+    own, _, block = parts(target)
+    recipe = recipe_of(own)
+    edited = has_edited_flags(own, recipe)
+    write(target, compose(target, target.name, recipe, examples, adds=True))
+    unused = unused_imports(parts(target)[0], block) - unused_imports(own, block)
+    lines = [f"not used any more (F401): {', '.join(sorted(unused))}"] if unused else []
+    again = f"Its flags are edited: train it with them, and then run make check COPY={target}"
+    return recipe, [*lines, *([again] if edited else next_commands(target, recipe))]
 
 
 def main():
@@ -356,18 +361,13 @@ def main():
     args = parser.parse_args()
     if not args.copy:
         return [titles()]
-    target = Path(args.copy).expanduser()
+    target, recipe = Path(args.copy).expanduser(), args.recipe
     if args.action == "add":
-        recipe = recipe_of(target)
-        write(target, compose(target, target.name, recipe, args.examples))
+        recipe, lines = add(target, args.examples)
     else:
-        recipe = args.recipe
-        text = compose(RECIPES[recipe], target.name, recipe, args.examples)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "x", encoding="utf-8") as file:  # "x": none is overwritten
-            file.write(text)
+        lines = new(target, recipe, args.examples)
     made = f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n"
-    return [made, *next_commands(target, recipe)]
+    return [made, *lines]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by sync.py and new.py: the parts of a recipe, its names, its imports."""
+"""Shared by sync.py, new.py and check.py: the parts of a recipe, its names, its imports."""
 
 import ast
 import builtins
@@ -9,12 +9,14 @@ import shutil
 import symtable
 import tempfile
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "recipes/ddp_cifar.py"
 COPIES = [ROOT / f"recipes/{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
 BANNER = re.compile(r"^# =+ shared infrastructure\b.*\n", re.MULTILINE)
+IMPORTS = (ast.Import, ast.ImportFrom)
 OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
 OLDER += "make a copy by `make new` with the same examples, and put your functions into it"
 
@@ -22,7 +24,12 @@ OLDER += "make a copy by `make new` with the same examples, and put your functio
 def parts(path):
     """Return a recipe in three parts: its owner's, the banner, and the shared block to the end of
     the file. Raise ValueError if it has no such block, SyntaxError if it is not Python."""
-    text = path.read_text("utf-8")
+    return divided(path.read_text("utf-8"), path)
+
+
+@lru_cache(8)
+def divided(text, path):
+    """Return the parts of a text, which is that of the file at `path`."""
     ast.parse(text, path)  # an error names the file and the line
     banner = BANNER.search(text)
     if not banner:
@@ -43,6 +50,14 @@ def parsed(text):
     return ast.parse(text)
 
 
+def statements(text):
+    """Return [(node, its lines, with the comments above it)] of a module: all of its text."""
+    lines = [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
+    nodes = parsed(text).body
+    ends = [0, *(node.end_lineno for node in nodes[:-1]), len(lines)]
+    return [(x, "".join(lines[i:j])) for x, (i, j) in zip(nodes, pairwise(ends), strict=False)]
+
+
 @lru_cache(1000)  # for new.py, which asks statement by statement
 def names(text):
     """Return the names that a module binds, and those that it uses and does not bind."""
@@ -56,6 +71,37 @@ def names(text):
     return bound, used - bound - {*dir(builtins), "__file__"}
 
 
+def imported(node):
+    """Return {name: the full name of what it stands for} of an import statement."""
+    found = {}
+    for alias in node.names:
+        first = alias.name.partition(".")[0]
+        if isinstance(node, ast.ImportFrom):
+            found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        else:
+            found[alias.asname or first] = alias.name if alias.asname else first
+    return found
+
+
+def check_names(path, own, block):
+    """Raise ValueError if the owner's part binds a name that the shared block binds, too, or one
+    that the block uses, to another thing than the reference's import."""
+    (newest, _), (bound, used) = names(parts(REFERENCE)[2]), names(block)
+    theirs = dict.fromkeys(newest & bound)
+    for node in parsed(parts(REFERENCE)[0]).body:
+        if isinstance(node, IMPORTS):
+            theirs |= {name: thing for name, thing in imported(node).items() if name in used}
+    found = []
+    for node, text in statements(own):
+        is_import = isinstance(node, IMPORTS)
+        ours = imported(node) if is_import else dict.fromkeys(names(text)[0], "")
+        found += [(name, node.lineno) for name, x in ours.items() if theirs.get(name, x) != x]
+    if listed := ", ".join(f"{name} (line {line})" for name, line in found):
+        raise ValueError(
+            f"{path}: names on both sides of the line '# =====': {listed}: rename yours"
+        )
+
+
 @lru_cache(200)
 def imports(text):
     """Return {name: the line that imports it}, and the number of the last line of the imports above
@@ -63,7 +109,7 @@ def imports(text):
     lines, last, above = {}, 0, True
     for node in parsed(text).body:
         above = above and not isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, IMPORTS):
             last = node.end_lineno if above else last
             for alias in node.names:
                 one = type(node)(**{**vars(node), "names": [alias]})

@@ -6,7 +6,7 @@
 
 It stands below the banner "# === ... CHECKSUM", to the end of the file. Missing imports are added.
 Nothing is written if a block was edited by hand (it is not the one of its checksum), or if names
-would be undefined or defined twice.
+would be undefined, or are on both sides of the banner.
 """
 
 import difflib
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from recipe import COPIES, REFERENCE, checksum, imports, names, parts, write
+from recipe import COPIES, REFERENCE, check_names, checksum, imports, names, parts, write
 
 
 def check_unedited(path, banner, block, newest):
@@ -32,15 +32,15 @@ def updated(path, banner, newest):
     """Return the text of a file with the newest block, and the import lines that were added."""
     before, old_banner, old = parts(path)
     check_unedited(path, old_banner, old, newest)
+    check_names(path, before, newest)
     reference = REFERENCE.read_text("utf-8")
     (ours, _), (known, _) = names(reference), imports(reference)
     undefined = names(before + newest)[1]
     added = sorted(known[name] for name in undefined & known.keys())
-    twice = (names(newest)[0] - names(old)[0]) & names(before)[0]
     # Only names that the recipes know: a star import may define others.
     undefined = (undefined - known.keys()) & (ours | names(old)[0] | names(newest)[1])
-    if found := ", ".join(sorted(twice | undefined)):
-        what = "with the newest shared block these are defined twice, or nowhere"
+    if found := ", ".join(sorted(undefined)):
+        what = "with the newest shared block these are defined nowhere"
         raise ValueError(f"{path}: {what}: {found}: see diff {REFERENCE} {path}")
     lines, last = before.split("\n"), imports(before)[1]
     lines[last:last] = added

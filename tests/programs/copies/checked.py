@@ -33,6 +33,22 @@ def random_loss(model, batch, args):
 build_model, compute_loss = small_model, random_loss
 
 
+def plain_model(args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def sum_of_losses(model, batch, args):
+    values = plain_loss(model, batch, args)
+    return {**values, "loss": values["loss"].sum().expand(len(values["loss"])) / 8}
+
+
+def loss_with_a_slow_first_step(model, batch, args):
+    if not average:
+        time.sleep(3)
+        average["first"] = False
+    return plain_loss(model, batch, args)
+
+
 class Recurrent(nn.Module):
     """It is chaotic."""
 
@@ -65,12 +81,34 @@ class Noisy(torch.utils.data.TensorDataset):
 WORKERS = 0
 
 
-def data_with_their_own_generator(args, accelerator):
+def loaders(kind, args):
     images, labels = synthetic_images(256, seed=1)
-    dataset = Noisy(images.permute(0, 3, 1, 2) / 255, labels)
+    dataset = kind(images.permute(0, 3, 1, 2) / 255, labels)
     options = {"batch_size": args.batch_size, "num_workers": WORKERS}
     train_loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(torch.utils.data.Subset(dataset, range(64)), **options)
+
+
+def data_with_their_own_generator(args, accelerator):
+    return loaders(Noisy, args)
+
+
+class Cached(torch.utils.data.TensorDataset):
+    """It keeps each sample as it was at the first look."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.samples = {}
+
+    def __getitem__(self, index):
+        if index not in self.samples:
+            image, label = super().__getitem__(index)
+            self.samples[index] = image + torch.rand(()), label
+        return self.samples[index]
+
+
+def data_cached_in_memory(args, accelerator):
+    return loaders(Cached, args)
 
 
 class Counted(nn.Sequential):
