@@ -319,7 +319,7 @@ def test_a_renamed_copy_gets_the_title_and_the_commands_of_a_task(make, tmp_path
 def test_a_copy_whose_flags_are_edited_gets_no_commands_that_may_not_run(make, tmp_path):
     make("new", "own.py", "fine_tune")
     path = tmp_path / "own.py"
-    assert "--base base" in make("add", path.name, "ema")[-1]
+    assert "--base toy/llama" in make("add", path.name, "ema")[-1]
     text = path.read_text()
     required = 'parser.add_argument("--net", required=True)'
     old = 'parser.add_argument("--base", required=True'

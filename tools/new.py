@@ -348,7 +348,8 @@ def add(target, examples):
     write(target, compose(target, target.name, recipe, examples, adds=True))
     unused = unused_imports(parts(target)[0], block) - unused_imports(own, block)
     lines = [f"not used any more (F401): {', '.join(sorted(unused))}"] if unused else []
-    again = f"Its flags are edited: train it with them, and then run make check COPY={target}"
+    again = "Its flags are edited: train it with them, and then run "
+    again += f"make check COPY={shlex.quote(str(target))}"
     return recipe, [*lines, *([again] if edited else next_commands(target, recipe))]
 
 
