@@ -39,7 +39,7 @@ IN_ALL_RECIPES = {"photos", "language_model"}
 # Their model is that of photos, language_model or the recipe, or their loss that of embeddings, or
 # tests of their own train them.
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
-OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo"}
+OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo", "fast_cifar"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -49,6 +49,7 @@ FLAGS_OF = {
     "tar_shards": ["--lr", "1e-3"],
     "segmentation": ["--lr", "1e-4", "--size", "16"],
     "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
+    "fast_cifar": ["--data", "synthetic", "--model", "simple_cnn", "--lr", "1e-3"],
     "detection": ["--size", "128"],
     "speech": ["--layers", "1", "--width", "32"],
     "language_model": ["--length", "32"],

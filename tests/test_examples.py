@@ -20,6 +20,7 @@ import auroc
 import diffusion
 import distillation
 import ema
+import fast_cifar
 import gan
 import resnet20
 import second_optimizer
@@ -87,6 +88,30 @@ def test_resnet20_has_the_size_and_the_shortcuts_of_the_paper():
     images = torch.rand(2, 16, 8, 8)
     assert block(images)[:, :16].equal(images[:, :, ::2, ::2])
     assert not block(images)[:, 16:].any()
+
+
+def test_fast_cifar_cuts_a_square_tests_both_mirror_images_and_decays_only_weights(tmp_path):
+    images = torch.ones(2000, 3, 32, 32)
+    cut = fast_cifar.cutout(images, 12)
+    missing = (cut[:, 0] == 0).sum((1, 2))
+    assert cut[:, :1].expand_as(cut).equal(cut) and missing.max() == 12 * 12
+    # Of each axis, the mean over the 32 places of the corner.
+    inside = sum(min(top + 12, 32) - max(top, 0) for top in range(-6, 26)) / 32
+    assert missing.float().mean().item() == pytest.approx(inside**2, rel=0.03)
+
+    make(tmp_path / "mine.py", "ddp", "fast_cifar")
+    mine = load(tmp_path / "mine.py")
+    args = SimpleNamespace(model="simple_cnn", lr=0.1, global_batch_size=128)
+    model, labels = mine.build_model(args).double(), torch.arange(4)
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    model.eval()
+    both = (model(images) + model(images.flip(3))) / 2
+    exact = F.cross_entropy(both, labels, reduction="none")
+    torch.testing.assert_close(mine.compute_loss(model, (images, labels), args)["loss"], exact)
+    optimizer, _ = mine.make_optimizer(model, args, 10)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    expected = [5e-4 * name.endswith("weight") for name, _ in model.named_parameters()]
+    assert [decays[p] for p in model.parameters()] == expected
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():

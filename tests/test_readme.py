@@ -238,6 +238,14 @@ def test_the_speed_on_the_front_page_is_the_measured_one():
     assert shown == f"{expected} of plain DDP's speed"
 
 
+def test_the_cost_on_the_front_page_is_that_of_the_measured_minutes():
+    path = ROOT / "benchmarks/results/accuracy/resnet50-1024-0.json"
+    seconds = json.loads(path.read_text())["seconds"]
+    shown = re.search(r"in ([\d.]+) minutes, which cost (\d+) cents at (\d+) dollars", README)
+    minutes, cents, dollars = map(float, shown.groups())
+    assert minutes == round(seconds / 60, 1) and cents == round(seconds / 3600 * dollars * 100)
+
+
 def test_the_versions_to_install_are_those_of_pyproject_and_the_oldest_tested_ones():
     listed = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
     listed = re.findall(r'"((?:torch|accelerate).*)"', listed.partition("]")[0])

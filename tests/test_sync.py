@@ -59,6 +59,8 @@ def test_no_recipe_escapes_these_tests():
 def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
     _, banner, block = parts(REFERENCE)
     assert f" {checksum(block)}: " in banner and len(banner) == 101, "run `make sync`"
+    listed = re.findall(r"^\| `([0-9a-f]{12})` \|", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert listed[0] == checksum(block), "CHANGELOG.md: a line on this change of the block"
     assert block.count("\n# -----") == 6, "sections"
     names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
     classes = {"Run", "Metrics", "Checkpoints", "FileStorage", "StopSignal", "HangDetector"}
