@@ -4,7 +4,8 @@
     python benchmarks/plot.py runs/a runs/b --output runs/plot.svg
 
 A metric has a panel, a run a colour. null in a line is a gap. The x axis shows steps, or epochs if
-the runs have different numbers of steps per epoch.
+the runs have different numbers of steps per epoch. Prints where the time of each run went. Its
+first line of metrics has compiling and other warm-up in it.
 """
 
 import argparse
@@ -31,6 +32,18 @@ def read(directory):
             value = math.nan if values[name] is None else values[name]  # a gap
             curves.setdefault((values["event"], name), {})[values["step"]] = value
     return curves, steps_per_epoch
+
+
+def seconds_of(directory):
+    """Return {what: seconds} of a run: those of its lines, or else those since the line before."""
+    spent = {"steps up to the first line": 0.0, "train": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+    text = Path(directory, "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.split("\n")[:-1]]
+    for before, line in zip([{}, *lines], lines, strict=False):
+        which = line["event"] if before else "steps up to the first line"
+        since = line["time"] - before.get("time", line["time"])
+        spent[which] += line.get("seconds", line.get("save_seconds", since))
+    return spent
 
 
 def draw(runs):
@@ -77,6 +90,9 @@ def main():
     parser.add_argument("--output", default="runs/plot.svg", help="the picture: .svg, .png or .pdf")
     args = parser.parse_args()
     figure = draw({directory: read(directory) for directory in args.runs})
+    for directory in args.runs:
+        spent = [f"{name} {number:.0f} s" for name, number in seconds_of(directory).items()]
+        print(f"{directory}: {', '.join(spent)}")
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output)
     print(f"plot: wrote {args.output}")

@@ -27,5 +27,11 @@ def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
     figure = plot.draw({name: plot.read(name) for name in runs})
     assert {axes.get_xlabel() for axes in figure.axes} == {"step"}
     assert figure.axes[0].lines[1].get_xdata().tolist() == [7]
+    seconds = '{{"event": "{}", "time": {}, "{}": {}}}\n'.format
+    lines = [seconds("train", 12, "seconds", 9), seconds("train", 15, "seconds", 3)]
+    lines += [seconds("checkpoint", 16, "save_seconds", 0.9), seconds("evaluation", 20, "x", 1)]
+    lines += [seconds("train", 99, "seconds", 2), seconds("train", 100, "x", 1)]  # the baseline's
+    (tmp_path / "b/metrics.jsonl").write_text("".join(lines) + '{"ev')
+    assert list(plot.seconds_of("b").values()) == [9, 3 + 2 + 1, 20 - 16, 0.9]
     with pytest.raises(SystemExit, match=r"no metrics\.jsonl in c: name the --output-dir"):
         plot.read("c")
