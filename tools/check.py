@@ -345,12 +345,10 @@ def parse_args():
     for path in (args.copy, *args.also):
         if not path.is_file():
             parser.error(f"there is no file {path}")
-        if "--checkpoint-every" not in path.read_text("utf-8", "replace"):
-            parser.error(f"{path} is not a copy of ddp, amp, sharded or pipeline_cifar.py")
         try:
             own, _, block = parts(path)
             check_names(path, own, block)
-        except (SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             parser.error(str(error))
     args.gpus = 0 if "--cpu" in flags else torch.cuda.device_count()
     stages = 2 if "--chunks" in args.copy.read_text() else 1

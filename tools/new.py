@@ -17,102 +17,42 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from catalogue import (
+    EXAMPLES,
+    RECIPES,
+    TRAIN,
+    bound,
+    definitions,
+    description,
+    load,
+    source,
+    titles,
+)
 from recipe import (
-    COPIES,
-    IMPORTS,
-    REFERENCE,
+    INFRASTRUCTURE,
     ROOT,
     check_names,
     checksum,
+    ending,
     imports,
+    infrastructure,
+    is_split,
     names,
     parsed,
     parts,
     statements,
+    with_infrastructure,
+    without_imports,
     write,
 )
 
-RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
-EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
-GROUPS = ("vision", "language", "speech", "tables", "additions")
-TRAIN = "torchrun --nproc_per_node 2 mine.py"  # in the docstring of an example with a task
 MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
 FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
 
 
-# ----------------------------------------------------------------------------------- an example
-def source(name, kind, recipe=""):
-    """Return the text of examples/NAME.RECIPE.KIND, or of examples/NAME.KIND, or ""."""
-    paths = [ROOT / "examples" / f"{name}{part}.{kind}" for part in (f".{recipe}", "")]
-    return next((path.read_text("utf-8") for path in paths if path.exists()), "")
-
-
-@lru_cache
-def description(name):
-    """Return the paragraphs on an example, the recipes that it is for, and its group."""
-    code = source(name, "py")
-    text = ast.get_docstring(ast.parse(code)) if code else source(name, "diff").partition("@@")[0]
-    *paragraphs, last = text.strip().split("\n\n")
-    group, recipes = re.fullmatch(r"Group: (\w+)\. Recipes: (.*)\.", last).groups()
-    return paragraphs, recipes.split(", "), group
-
-
-def titles():
-    """Return the examples of each group, each with its first line, and the recipes."""
-    width = max(map(len, EXAMPLES)) + 2
-    lines = ["WITH= takes one task and any additions, in their order"]
-    for group in GROUPS:
-        lines += ["", f"{group}:"]
-        for name in EXAMPLES:
-            paragraphs, _, of = description(name)
-            lines += [f"    {name:{width}}{paragraphs[0]}"] if of == group else []
-    return "\n".join([*lines, "", f"RECIPE= one of {', '.join(RECIPES)}"])
-
-
-def bound(node):
-    """Return the names that a statement defines, but not those that it imports."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
-
-
-@lru_cache(200)
-def definitions(text):
-    """Return {name: lines} of what a module defines, of a name defined twice both."""
-    found = {}
-    for node, lines in statements(text):
-        for name in bound(node):
-            found[name] = found.get(name, "") + lines.strip()
-    return found
-
-
-@lru_cache
-def load(name, recipe):
-    """Return the imports of an example, and {name: lines} of what it defines, and of the helpers
-    and what it names of another example, or of another recipe."""
-    lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
-    for node, part in statements(text := source(name, "py", recipe)):
-        module = (getattr(node, "module", None) or "").replace(".", "/")
-        if source(module, "py", recipe):  # another example, or of examples/lib
-            more, theirs = load(module, recipe)
-            lines += more
-            given = {alias.name for alias in node.names}
-            defined |= {key: x for key, x in theirs.items() if key in given or key not in own}
-        elif module.endswith("_cifar"):
-            theirs = definitions(RECIPES[module.removesuffix("_cifar")].read_text("utf-8"))
-            lacking = {alias.name for alias in node.names} - own.keys()
-            defined |= {key: re.sub(r"^# -{20}.*\n", "", theirs[key]) for key in sorted(lacking)}
-        elif isinstance(node, IMPORTS):
-            lines.append(part.strip())
-    return lines, defined | definitions(text)
-
-
-# --------------------------------------------------------------------------------------- the copy
 def with_imports(own, name, recipe):
     """Return a copy with the imports that it lacks of an example. Raise ValueError if it has
     another thing of the same name."""
@@ -190,21 +130,9 @@ def without_unused(own, block):
     return own.rstrip() + "\n\n\n"
 
 
-def unused_imports(own, block):
+def unused_imports(own, block=""):
     """Return the names of imports that neither the owner's part nor the block uses."""
     return imports(own)[0].keys() - used(own) - names(block)[1]
-
-
-def without_imports(own, gone):
-    """Return the owner's part without the imports of these names."""
-    lines = own.split("\n")
-    for node in reversed(parsed(own).body):
-        if isinstance(node, IMPORTS):
-            place = slice(node.lineno - 1, node.end_lineno)
-            one_each = imports("\n".join(lines[place]))[0]
-            if gone & one_each.keys():
-                lines[place] = [line for name, line in one_each.items() if name not in gone]
-    return "\n".join(lines)
 
 
 def docstring(text):
@@ -271,8 +199,9 @@ def sorted_imports(text):
     return done.stdout
 
 
-def compose(path, name, recipe, examples, adds=False):
-    """Return the copy at `path`, or a recipe, with examples put in, for a file of this name."""
+def compose(path, name, recipe, examples, adds=False, split=False):
+    """Return the copy at `path`, or a recipe, with examples put in, for a file of this name. With
+    `split` it is the script beside the shared infrastructure."""
     own, banner, block = parts(path)
     check_names(path, own, block)
     before = own
@@ -287,12 +216,14 @@ def compose(path, name, recipe, examples, adds=False):
         own = with_imports(own, example, recipe)
     if not adds:
         own = without_unused(own, block)
-        own = without_imports(own, unused_imports(own, block))
+        own = own.rstrip() + "\n" + ending(block) if split else own
+        own = without_imports(own, unused_imports(own, "" if split else block))
+    own = with_infrastructure(own, block) if split else own
     origin = f"{recipe}_cifar.py (shared infrastructure {checksum(block)})"
     own = with_docstring(own, shlex.quote(name), recipe, origin, examples)
     # Imports that their owner did not sort may have an order that matters.
     own = sorted_imports(own) if not adds or sorted_imports(before) == before else own
-    return own + banner + block
+    return own if split else own + banner + block
 
 
 def recipe_of(own):
@@ -328,15 +259,20 @@ def next_commands(path, recipe):
     return [*lines, f"{two}{flags}", f"{one}{flags} --output-dir {other}", check]
 
 
-def new(target, recipe, examples):
+def new(target, recipe, examples, split):
     """Write a copy. Return the lines to print."""
     if target.stem in sys.stdlib_module_names or PathFinder.find_spec(target.stem, sys.path[1:]):
         why = f"Python would import it in place of its own module {target.stem}"
         raise ValueError(f"{target}: {why}: choose another name")
-    text = compose(RECIPES[recipe], target.name, recipe, examples)
+    text = compose(RECIPES[recipe], target.name, recipe, examples, split=split)
+    beside = target.with_name(INFRASTRUCTURE)
+    if split and beside.exists() and beside.read_text("utf-8") != infrastructure():
+        raise ValueError(f"{beside} is not the newest: make sync COPY={shlex.quote(str(beside))}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "x", encoding="utf-8") as file:  # "x": none is overwritten
         file.write(text)
+    if split:
+        beside.write_text(infrastructure(), "utf-8")
     return next_commands(target, recipe)
 
 
@@ -345,7 +281,8 @@ def add(target, examples):
     own, _, block = parts(target)
     recipe = recipe_of(own)
     edited = has_edited_flags(own, recipe)
-    write(target, compose(target, target.name, recipe, examples, adds=True))
+    split = is_split(own)
+    write(target, compose(target, target.name, recipe, examples, adds=True, split=split))
     unused = unused_imports(parts(target)[0], block) - unused_imports(own, block)
     lines = [f"not used any more (F401): {', '.join(sorted(unused))}"] if unused else []
     again = "Its flags are edited: train it with them, and then run "
@@ -358,6 +295,7 @@ def main():
     parser.add_argument("action", choices=("new", "add"))
     parser.add_argument("copy", nargs="?", help="the file")
     parser.add_argument("--recipe", default="ddp", choices=RECIPES, help="of a new copy (ddp)")
+    parser.add_argument("--split", action="store_true", help="the shared part in a file of its own")
     parser.add_argument("--with", nargs="*", default=[], dest="examples", help="in this order")
     args = parser.parse_args()
     if not args.copy:
@@ -366,7 +304,7 @@ def main():
     if args.action == "add":
         recipe, lines = add(target, args.examples)
     else:
-        lines = new(target, recipe, args.examples)
+        lines = new(target, recipe, args.examples, args.split)
     made = f"{target}: {recipe}_cifar.py with {' '.join(args.examples) or 'no example'}. Next:\n"
     return [made, *lines]
 

@@ -15,6 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "recipes/ddp_cifar.py"
 COPIES = [ROOT / f"recipes/{name}_cifar.py" for name in ("amp", "pipeline", "sharded")]
+INFRASTRUCTURE = "infrastructure.py"  # of a copy in two files: the shared block
+HEADER = """# SPDX-License-Identifier: Apache-2.0
+\"\"\"The shared infrastructure of the scripts in this folder: checkpoints, metrics, signals, hangs.
+Do not edit it: `make sync COPY=` with this file replaces it by the newest one.\"\"\"
+
+"""
+END = '\n\nif __name__ == "__main__":'
 BANNER = re.compile(r"^# =+ shared infrastructure\b.*\n", re.MULTILINE)
 IMPORTS = (ast.Import, ast.ImportFrom)
 OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
@@ -23,8 +30,43 @@ OLDER += "make a copy by `make new` with the same examples, and put your functio
 
 def parts(path):
     """Return a recipe in three parts: its owner's, the banner, and the shared block to the end of
-    the file. Raise ValueError if it has no such block, SyntaxError if it is not Python."""
-    return divided(path.read_text("utf-8"), path)
+    the file. Of a copy in two files the first is the whole script. Raise ValueError if there is no
+    such block, SyntaxError if it is not Python."""
+    text = path.read_text("utf-8")
+    if not is_split(text):
+        return divided(text, path)
+    ast.parse(text, path)
+    beside = path.with_name(INFRASTRUCTURE)
+    _, banner, block = divided(beside.read_text("utf-8"), beside)
+    return text, banner, block + ending(parts(REFERENCE)[2])
+
+
+def is_split(text):
+    """Return whether a script imports the shared infrastructure."""
+    return bool(re.search(rf"^from {Path(INFRASTRUCTURE).stem} import ", text, re.MULTILINE))
+
+
+def ending(block):
+    """Return the lines at the end of a block that call `main`. A script in two files has them."""
+    return block[block.index(END) :]
+
+
+def infrastructure():
+    """Return the shared block as a file of its own."""
+    own, banner, block = parts(REFERENCE)
+    block = block.removesuffix(ending(block))
+    lines = own.split("\n")[parsed(own).body[0].end_lineno + 1 : imports(own)[1]]
+    needed = "\n".join([*lines, ""])
+    needed = without_imports(needed, imports(needed)[0].keys() - names(block)[1])
+    return f"{HEADER}{needed}\n{banner}{block}"
+
+
+def with_infrastructure(own, block):
+    """Return a script with the imports from the shared infrastructure that it lacks."""
+    lines, last = own.split("\n"), imports(own)[1]
+    if lacking := ", ".join(sorted(names(own)[1] & names(block)[0])):
+        lines.insert(last, f"from {Path(INFRASTRUCTURE).stem} import {lacking}")
+    return "\n".join(lines)
 
 
 @lru_cache(8)
@@ -86,6 +128,8 @@ def imported(node):
 def check_names(path, own, block):
     """Raise ValueError if the owner's part binds a name that the shared block binds, too, or one
     that the block uses, to another thing than the reference's import."""
+    if is_split(own):  # these names are the script's own
+        return
     (newest, _), (bound, used) = names(parts(REFERENCE)[2]), names(block)
     theirs = dict.fromkeys(newest & bound)
     for node in parsed(parts(REFERENCE)[0]).body:
@@ -115,6 +159,19 @@ def imports(text):
                 one = type(node)(**{**vars(node), "names": [alias]})
                 lines[alias.asname or alias.name.partition(".")[0]] = ast.unparse(one)
     return lines, last
+
+
+def without_imports(own, gone):
+    """Return the owner's part without the imports of these names."""
+    lines = own.split("\n")
+    for node in reversed(parsed(own).body):
+        if isinstance(node, IMPORTS):
+            place = slice(node.lineno - 1, node.end_lineno)
+            kept = [x for x in node.names if (x.asname or x.name.partition(".")[0]) not in gone]
+            one = type(node)(**{**vars(node), "names": kept})
+            if kept != node.names:
+                lines[place] = [ast.unparse(one)] if kept else []
+    return "\n".join(lines)
 
 
 def write(path, text):

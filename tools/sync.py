@@ -9,12 +9,27 @@ Nothing is written if a block was edited by hand (it is not the one of its check
 would be undefined, or are on both sides of the banner.
 """
 
+import ast
 import difflib
 import re
 import sys
 from pathlib import Path
 
-from recipe import COPIES, REFERENCE, check_names, checksum, imports, names, parts, write
+from recipe import (
+    COPIES,
+    INFRASTRUCTURE,
+    REFERENCE,
+    check_names,
+    checksum,
+    divided,
+    ending,
+    imports,
+    infrastructure,
+    is_split,
+    names,
+    parts,
+    write,
+)
 
 
 def check_unedited(path, banner, block, newest):
@@ -47,11 +62,36 @@ def updated(path, banner, newest):
     return "\n".join(lines) + banner + newest, added
 
 
+def infrastructure_of(path):
+    """Return the file with the shared infrastructure of the scripts beside it, or None."""
+    is_one = path.name == INFRASTRUCTURE or is_split(path.read_text("utf-8"))
+    return path.with_name(INFRASTRUCTURE) if is_one else None
+
+
+def updated_infrastructure(path, newest):
+    """Return the newest shared infrastructure in place of that at `path`."""
+    _, banner, old = divided(path.read_text("utf-8"), path)
+    check_unedited(path, banner, old + ending(newest), newest)
+    for script in sorted(path.parent.glob("*.py")):
+        for node in ast.parse(script.read_text("utf-8"), script).body:
+            if isinstance(node, ast.ImportFrom) and node.module == path.stem:
+                gone = {alias.name for alias in node.names} - names(newest)[0]
+                if gone:
+                    what = "the newest shared block does not define"
+                    raise ValueError(f"{script}: {what} {', '.join(sorted(gone))}")
+    return infrastructure()
+
+
 def main(paths):
     _, banner, newest = parts(REFERENCE)
     title = re.sub("( [0-9a-f]{12})?:", f" {checksum(newest)}:", banner.strip("# =\n"), count=1)
     banner = f"# {' ' + title:=>98}\n"
-    results = {path: updated(path, banner, newest) for path in paths}
+    results = {}
+    for path in paths:
+        if beside := infrastructure_of(path):
+            results[beside] = updated_infrastructure(beside, newest), []
+        else:
+            results[path] = updated(path, banner, newest)
     for path, (text, added) in results.items():
         what = "up to date" if text == path.read_text("utf-8") else "updated"
         write(path, text)
