@@ -12,7 +12,7 @@ MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip inst
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Words that make itself would ignore: copy=x.py, or a file's name without COPY=.
-KNOWN := COPY ARGS RECIPE WITH RUNS WORKERS PYTHON BIN READY OLDEST
+KNOWN := COPY ARGS RECIPE WITH SPLIT RUNS WORKERS PYTHON BIN READY OLDEST
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 $(foreach name,$(filter-out $(KNOWN),$(GIVEN)),$(error $(name)= is not a variable: $(KNOWN)))
 $(foreach file,$(filter %.py,$(MAKECMDGOALS)),$(error $(file) is not a target: write COPY=$(file)))
@@ -50,8 +50,8 @@ train: $(READY)  ## train ResNet-50 on CIFAR-10 on all GPUs of this machine; ARG
 bench: $(READY)  ## measure all recipes on this machine, about ten minutes; ARGS="--rounds 5" adds flags
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-new: $(READY)  ## write your copy of a recipe: COPY=../mine.py RECIPE=ddp WITH="photos ema"; alone: lists examples
-	@$(BIN)/python tools/new.py new $${COPY:+"$$COPY"} --recipe $(or $(RECIPE),ddp) --with $(WITH)
+new: $(READY)  ## write your copy of a recipe: COPY=../mine.py RECIPE=ddp WITH="photos ema"; SPLIT=1: in two files; alone: lists examples
+	@$(BIN)/python tools/new.py new $${COPY:+"$$COPY"} --recipe $(or $(RECIPE),ddp) $(if $(SPLIT),--split) --with $(WITH)
 
 add: $(READY)  ## put examples into a copy: COPY=../mine.py WITH=lora
 	@$(BIN)/python tools/new.py add $${COPY:+"$$COPY"} --with $(WITH)

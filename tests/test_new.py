@@ -24,7 +24,9 @@ def make(monkeypatch, tmp_path):
     """A function that does what `make new` or `make add` does, and returns the lines it prints."""
 
     def run(action, path, *examples, recipe="ddp"):
-        words = [action, str(tmp_path / path), "--recipe", recipe, "--with", *examples]
+        split = [word for word in examples if word == "--split"]
+        words = [action, str(tmp_path / path), "--recipe", recipe, *split, "--with"]
+        words += [word for word in examples if word not in split]
         monkeypatch.setattr(sys, "argv", ["new.py", *words])
         return new.main()
 
@@ -51,15 +53,16 @@ def case(recipe):
 def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates(
     recipe, make, tmp_path
 ):
-    """Alone, and all additions together with a task, in any order."""
+    """Alone, and all additions together with a task, in any order; each in one file and in two."""
     names = [name for name in RECIPES if recipe in RECIPES[name]]
     added = [name for name in ADDITIONS if name in names]
     combinations = [(name,) for name in names]
     combinations += [(TASK, *added), (TASK, *reversed(added))]
     _, banner, block = parts(REFERENCE)
     for examples in combinations:
-        path = tmp_path / f"{'_'.join(examples)[:20]}.py"
+        path = tmp_path / f"own_{'_'.join(examples)[:20]}.py"
         make("new", path.name, *examples, recipe=recipe)
+        make("new", f"two/{path.name}", *examples, "--split", recipe=recipe)
         text = path.read_text()
         doc = ast.get_docstring(ast.parse(text))
         assert "mine.py" not in text and f"Made from {recipe}_cifar.py" in doc
@@ -328,6 +331,23 @@ def test_a_copy_whose_flags_are_edited_gets_no_commands_that_may_not_run(make, t
     assert make("add", path.name, "lora")[1:] == [
         f"Its flags are edited: train it with them, and then run make check COPY={path}"
     ]
+
+
+def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, tmp_path):
+    make("new", "mine/train.py", TASK, "--split")
+    make("new", "mine/other.py", "language_model", "--split", recipe="sharded")
+    infrastructure = (tmp_path / "mine/infrastructure.py").read_text()
+    make("add", "mine/train.py", "trace", "best_weights")
+    make("new", "theirs/train.py", TASK, "trace", "best_weights", "--split")
+    ours, theirs = ((tmp_path / x / "train.py").read_text() for x in ("mine", "theirs"))
+    assert ours == theirs and "# =====" not in ours
+    files = {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()}
+    assert files.keys() == {"train.py", "other.py", "infrastructure.py"}
+    assert files["infrastructure.py"] == infrastructure
+    (tmp_path / "mine/infrastructure.py").write_text(infrastructure + "# edited\n")
+    with pytest.raises(ValueError, match=r"infrastructure.py is not the newest: make sync COPY="):
+        make("new", "mine/third.py", TASK, "--split")
+    assert not (tmp_path / "mine/third.py").exists()
 
 
 def test_imports_below_functions_and_unsorted_ones_stay_where_they_are(tmp_path):

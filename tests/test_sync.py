@@ -6,10 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import sync
 from conftest import ROOT, load
-from recipe import COPIES, REFERENCE, checksum, parts
+from recipe import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
 RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
@@ -233,3 +235,24 @@ def test_make_sync_leaves_a_copy_of_the_earlier_structure_as_it_is(project, tmp_
     assert process.returncode != 0 and before == after
     line, _ = process.stderr.splitlines()
     assert re.match("nothing was written: .*my_cifar.py: .*earlier structure.*`make new`", line)
+
+
+def test_make_sync_replaces_the_infrastructure_beside_scripts_that_import_it(tmp_path):
+    """Unless it was edited, or one of the scripts needs a name that is gone."""
+    script, shared = tmp_path / "train.py", tmp_path / INFRASTRUCTURE
+    script.write_text(text := "from infrastructure import Run\n")
+    block, newest = parts(REFERENCE)[2], infrastructure()
+    older = newest.replace(OLD, NEW).replace(checksum(block), checksum(block.replace(OLD, NEW)))
+    for path in (script, shared):
+        shared.write_text(older)
+        sync.main([path])
+        assert shared.read_text() == newest and script.read_text() == text
+    shared.write_text(edited := newest.replace(OLD, NEW))
+    with pytest.raises(ValueError, match=r"infrastructure.py: its shared block was edited"):
+        sync.main([script])
+    assert shared.read_text() == edited
+    shared.write_text(older)
+    Path(tmp_path, "other.py").write_text("from infrastructure import Run, gone\n")
+    with pytest.raises(ValueError, match=r"other.py: the newest .* does not define gone"):
+        sync.main([script])
+    assert shared.read_text() == older

@@ -2,6 +2,7 @@
 """Compose a copy of a recipe with examples, or add examples to a copy: `make new`, `make add`.
 
     python tools/new.py new ../mine.py --recipe sharded --with language_model ema
+    python tools/new.py new ../mine/train.py --split  # and infrastructure.py beside it
     python tools/new.py add ../mine.py --with lora
 
 examples/NAME.py has functions that replace the recipe's, and all that they need. The lines of
@@ -16,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -261,7 +263,8 @@ def next_commands(path, recipe):
 
 def new(target, recipe, examples, split):
     """Write a copy. Return the lines to print."""
-    if target.stem in sys.stdlib_module_names or PathFinder.find_spec(target.stem, sys.path[1:]):
+    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    if target.stem in sys.stdlib_module_names or PathFinder.find_spec(target.stem, installed):
         why = f"Python would import it in place of its own module {target.stem}"
         raise ValueError(f"{target}: {why}: choose another name")
     text = compose(RECIPES[recipe], target.name, recipe, examples, split=split)

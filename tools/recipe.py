@@ -62,10 +62,14 @@ def infrastructure():
 
 
 def with_infrastructure(own, block):
-    """Return a script with the imports from the shared infrastructure that it lacks."""
+    """Return a script with what it uses, and does not import yet, of the shared infrastructure, and
+    of the imports that this file has."""
     lines, last = own.split("\n"), imports(own)[1]
-    if lacking := ", ".join(sorted(names(own)[1] & names(block)[0])):
-        lines.insert(last, f"from {Path(INFRASTRUCTURE).stem} import {lacking}")
+    lacking, known = names(own)[1], imports(parts(REFERENCE)[0])[0]
+    added = [known[name] for name in sorted(lacking & known.keys())]
+    if shared := ", ".join(sorted(lacking & names(block)[0])):
+        added.append(f"from {Path(INFRASTRUCTURE).stem} import {shared}")
+    lines[last:last] = added
     return "\n".join(lines)
 
 

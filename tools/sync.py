@@ -4,9 +4,10 @@
     python tools/sync.py  # into the other recipes
     python tools/sync.py ../mine/train.py  # into a copy of a recipe
 
-It stands below the banner "# === ... CHECKSUM", to the end of the file. Missing imports are added.
-Nothing is written if a block was edited by hand (it is not the one of its checksum), or if names
-would be undefined, or are on both sides of the banner.
+It stands below the banner "# === ... CHECKSUM", to the end of the file; of a copy in two files it
+is infrastructure.py. Missing imports are added. Nothing is written if a block was edited by hand
+(it is not the one of its checksum), or if names would be undefined, or are on both
+sides of the banner.
 """
 
 import ast
@@ -39,7 +40,7 @@ def check_unedited(path, banner, block, newest):
     texts = [x.splitlines(keepends=True) for x in (block, newest)]
     sys.stdout.writelines(difflib.unified_diff(*texts, str(path), REFERENCE.name))
     why = "its shared block was edited, or is too old, as shown above"
-    remedy = f"paste that of {REFERENCE.name} over it, and put your changes into functions above it"
+    remedy = f"put your changes into functions of yours, and paste that of {REFERENCE.name} over it"
     raise ValueError(f"{path}: {why}: {remedy}")
 
 
