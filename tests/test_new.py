@@ -2,6 +2,7 @@
 fit is one line, and nothing is written."""
 
 import ast
+import re
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from functools import partial
 import new
 import pytest
 import sync
-from conftest import ROOT
+from conftest import LITTLE_DATA, ROOT, SMALL, assert_same_training, train_forked
 from recipe import REFERENCE, parts
 
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
@@ -350,6 +351,24 @@ def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, t
     assert not (tmp_path / "mine/third.py").exists()
 
 
+def in_two_files(recipe):
+    twin = [pytest.mark.twin] * (recipe in ("amp", "pipeline"))
+    return pytest.param(recipe, marks=[pytest.mark.slow, *twin])
+
+
+@pytest.mark.parametrize("recipe", [in_two_files(recipe) for recipe in new.RECIPES])
+def test_a_copy_in_two_files_trains_as_the_one_in_one_file(recipe, make, tmp_path):
+    make("new", "one.py", recipe=recipe)
+    make("new", "two/train.py", "--split", recipe=recipe)
+    scripts = [tmp_path / "one.py", tmp_path / "two/train.py"]
+    for path in scripts:
+        path.write_text(path.read_text().replace(*LITTLE_DATA))
+    flags = [*SMALL, "--max-steps", 3, "--batch-size", 16, "--clip-norm", 1]
+    one, two = train_forked(tmp_path, *((2, path, flags) for path in scripts))
+    assert one.train and len(one.train) == 3
+    assert_same_training(two, one, atol=0)
+
+
 def test_imports_below_functions_and_unsorted_ones_stay_where_they_are(tmp_path):
     path = tmp_path / "own.py"
     functional = "from torch.nn import functional as F"
@@ -415,4 +434,4 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
 def test_the_first_line_of_an_example_says_how_it_gets_into_a_copy():
     for name in new.EXAMPLES:
         first, *_ = new.source(name, "py").split("\n")
-        assert not first or first.endswith(f": make new COPY=../mine.py WITH={name}")
+        assert not first or re.search(f": make new COPY=../mine.py .*WITH={name}$", first)
