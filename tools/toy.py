@@ -12,10 +12,11 @@ import ast
 import io
 import json
 import math
+import os
 import random
+import sys
 import tarfile
 import wave
-from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -23,6 +24,7 @@ import numpy
 import torch
 from PIL import Image, ImageDraw
 
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 LINES = [line for text in topics.values() for line in text.splitlines() if line.strip()]
 CHAT_TEMPLATE = (
     "{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}"
@@ -106,14 +108,19 @@ def stripes(direction):
     return Image.fromarray(square.T if direction == "rows" else square)
 
 
-def photos(folder, kind="photos", rows=1):
+def photos(folder, name="photos", rows=1):
     """Photos in folders of two classes."""
     for part, count in (("train", 160), ("test", 40)):
-        for name, share in (("rows", rows), ("columns", 1)):
-            path = folder / kind / part / name
+        for direction, share in (("rows", rows), ("columns", 1)):
+            path = folder / name / part / direction
             path.mkdir(parents=True, exist_ok=True)
             for index in range(round(count * share)):
-                stripes(name).save(path / f"{index}.png")
+                stripes(direction).save(path / f"{index}.png")
+
+
+def rare(folder):
+    """Photos in folders of two classes, one of which is rare."""
+    photos(folder, "rare", rows=0.2)
 
 
 def shards(folder):
@@ -272,22 +279,10 @@ def table(folder, rows=20000):
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "table.parquet")
 
 
-KINDS = {
-    "photos": photos,
-    "rare": partial(photos, kind="rare", rows=0.2),
-    "shards": shards,
-    "boxes": boxes,
-    "masks": masks,
-    "captions": captions,
-    "text": text,
-    "chats": chats,
-    "preferences": preferences,
-    "prompts": prompts,
-    "pairs": pairs,
-    "labels": labels,
-    "speech": speech,
-    "table": table,
-}
+ALL = photos, rare, shards, boxes, masks, captions
+ALL += text, chats, preferences, prompts, pairs, labels
+ALL += speech, table
+KINDS = {kind.__name__: kind for kind in ALL}
 
 
 def make(kind, folder):
@@ -298,8 +293,18 @@ def make(kind, folder):
     KINDS[kind](folder)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("kind", choices=KINDS)
+def main():
+    listed = "\n".join(f"    {name:16}{kind.__doc__}" for name, kind in KINDS.items())
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=f"{__doc__}\n{listed}", formatter_class=layout)
+    parser.add_argument("kind", choices=KINDS, metavar="KIND")
     kind = parser.parse_args().kind
-    make(kind, Path("toy"))
+    try:
+        make(kind, Path("toy"))
+    except ImportError as error:
+        sys.exit(f"{error}: pip install {error.name}")
+    print(f"toy/ has new files: {KINDS[kind].__doc__}")
+
+
+if __name__ == "__main__":
+    main()
