@@ -100,6 +100,18 @@ def clip(folder):
     save(folder / "clip", tokenizer, transformers.CLIPModel(config))
 
 
+def t5(folder):
+    """A T5."""
+    import transformers
+
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "cls_token": "<pad>"}
+    tokenizer = bpe_tokenizer("<pad> </s>", "$A </s>", **names)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    config = transformers.T5Config(vocab_size=999, **sizes, **tokens)
+    save(folder / "t5", tokenizer, transformers.T5ForConditionalGeneration(config))
+
+
 # ------------------------------------------------------------------------------------------- images
 def stripes(direction):
     """Return a gray image of 80 x 80 with "rows" or "columns"."""
@@ -231,14 +243,29 @@ def prompts(folder):
     llama(folder)
 
 
-def pairs(folder):
-    """Names of Python functions and their docstrings in JSON lines, and a BERT."""
-    rows = []
+def documented_functions():
+    """Return [(name, docstring)] of functions in Python's library."""
+    found = []
     for path in sorted(Path(ast.__file__).parent.glob("[a-d]*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
-                rows.append({"anchor": node.name.replace("_", " "), "positive": doc})
+                found.append((node.name.replace("_", " "), doc))
+    return found
+
+
+def pairs(folder):
+    """Names of Python functions and their docstrings in JSON lines, and a BERT."""
+    rows = [{"anchor": name, "positive": doc} for name, doc in documented_functions()]
     write_json_lines(folder / "pairs.jsonl", rows)
+    bert(folder)
+
+
+def queries(folder):
+    """The same as queries and documents, for training and test, and a BERT."""
+    rows = [{"query": name, "document": doc} for name, doc in documented_functions()]
+    test = rows[::10]
+    write_json_lines(folder / "queries/test.jsonl", test)
+    write_json_lines(folder / "queries/train.jsonl", [row for row in rows if row not in test])
     bert(folder)
 
 
@@ -249,6 +276,49 @@ def labels(folder):
     write_json_lines(folder / "labels/test.jsonl", test)
     write_json_lines(folder / "labels/train.jsonl", [row for i, row in enumerate(rows) if i % 10])
     bert(folder)
+
+
+def lines(folder):
+    """Lines of text in two files, and a BERT."""
+    (folder / "lines").mkdir(exist_ok=True)
+    test = len(LINES) // 10
+    (folder / "lines/test.txt").write_text("\n".join(LINES[:test]), "utf-8")
+    (folder / "lines/train.txt").write_text("\n".join(LINES[test:]), "utf-8")
+    bert(folder)
+
+
+def entities(folder):
+    """Sentences with tags of persons and places, in the format of CoNLL 2003, and a BERT."""
+    people = ["Ada Lovelace", "Alan Turing", "Grace Hopper", "Emmy Noether", "Euler", "Gauss"]
+    places = ["New York", "London", "Berlin", "Tokyo", "San Francisco", "Rome", "Lima"]
+    verbs = ["flew to", "wrote a letter from", "was never in", "has lived near"]
+    for part, count in (("train", 640), ("test", 80)):
+        lines = []
+        for _ in range(count):
+            chunks = [(random.choice(people), "PER"), (random.choice(verbs), "")]
+            chunks += [(random.choice(places), "LOC"), ("for a week .", "")]
+            for chunk, kind in chunks:
+                for index, word in enumerate(chunk.split()):
+                    tag = f"{'I' if index else 'B'}-{kind}" if kind else "O"
+                    lines.append(f"{word} {tag}\n")
+            lines.append("\n")
+        path = folder / f"entities/{part}.conll"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(lines))
+    bert(folder)
+
+
+def translations(folder):
+    """Numbers in digits and in words, in JSON lines, and a T5."""
+    words = "zero one two three four five six seven eight nine".split()
+    numbers = random.sample(range(100, 100_000), 1100)
+    rows = [
+        {"source": " ".join(str(x)), "target": " ".join(words[int(digit)] for digit in str(x))}
+        for x in numbers
+    ]
+    write_json_lines(folder / "translations/train.jsonl", rows[100:])
+    write_json_lines(folder / "translations/test.jsonl", rows[:100])
+    t5(folder)
 
 
 # ---------------------------------------------------------------------------------- speech, a table
@@ -280,7 +350,7 @@ def table(folder, rows=20000):
 
 
 ALL = photos, rare, shards, boxes, masks, captions
-ALL += text, chats, preferences, prompts, pairs, labels
+ALL += text, chats, preferences, prompts, pairs, queries, labels, lines, entities, translations
 ALL += speech, table
 KINDS = {kind.__name__: kind for kind in ALL}
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences whose words have tags, and the entities that the tags describe."""
+
+import re
+from functools import lru_cache
+
+from ddp_cifar import exit_with_error
+from lib.rows import list_of_texts, read_rows
+
+
+def read_tagged(path, args):
+    """Return [(words, their tags)] for the sentences of a file."""
+    if path.endswith(".conll"):
+        return read_conll(path)
+    sentences = read_rows(path, (args.words, list_of_texts), (args.tags, list_of_texts))
+    for number, (words, tags) in enumerate(sentences, 1):
+        if len(words) != len(tags):
+            exit_with_error(f"{path}, row {number}: {len(words)} words, but {len(tags)} tags")
+    return sentences
+
+
+@lru_cache(2)
+def read_conll(path):
+    """Return [(words, their tags)] for the sentences of a file in the format of CoNLL 2003: a line
+    has a word, other columns and a tag; an empty line ends a sentence."""
+    sentences = [([], [])]
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (OSError, ValueError) as error:
+        exit_with_error(f"cannot read {path}: {error}")
+    for number, line in enumerate(lines, 1):
+        columns = line.split()
+        if not columns or columns[0] == "-DOCSTART-":
+            sentences.append(([], []))
+        elif len(columns) == 1:
+            exit_with_error(f"{path}, line {number}: {line!r:.80} is a word without a tag")
+        else:
+            sentences[-1][0].append(columns[0])
+            sentences[-1][1].append(columns[-1])
+    return [sentence for sentence in sentences if sentence[0]]
+
+
+def labelled_tokens(tokenizer, path, config, args):
+    """Return the tokens of each sentence in a file, {"input_ids": [...], ...}, and "labels": the
+    number of a word's tag at its first token, and -100 at all others."""
+    samples = []
+    for words, tags in read_tagged(path, args):
+        if unknown := {*tags} - config.label2id.keys():
+            exit_with_error(f"{path}: no word of {args.train} has the tag {min(unknown)}")
+        options = {"truncation": True, "max_length": args.length, "return_offsets_mapping": True}
+        text = " ".join(words)  # as a pipeline gets it
+        encoded = tokenizer(text, **options)
+        word_at = [index for index, word in enumerate(words) for _ in f"{word} "]
+        labels, last = [], None
+        for begin, end in encoded.pop("offset_mapping"):
+            word = word_at[end - 1] if text[begin:end].strip() else last
+            labels.append(config.label2id[tags[word]] if word != last else -100)
+            last = word
+        samples.append({**encoded, "labels": labels})
+    return samples
+
+
+def entities(tags):
+    """Return {(first, end, type)} of the entities in a sentence's tags, such as B-PER, I-PER and O,
+    by the rules of conlleval (Tjong Kim Sang and De Meulder 2003, arXiv:cs/0306050): an I- behind
+    another type, or behind O, begins an entity, too."""
+    found, first, last = set(), None, "O"
+    for index, tag in enumerate([*tags, "O"]):
+        begins = tag != "O" and (tag[0] in "BS" or last[0] in "ESO" or tag[1:] != last[1:])
+        if first is not None and (begins or tag == "O"):
+            found.add((first, index, last[2:]))
+            first = None
+        first = index if begins else first
+        last = tag
+    return found
+
+
+def entity_scores(sentences):
+    """Return precision, recall and F1 of entities, over all pairs of true and predicted tags, or {}
+    if a tag is not of an entity."""
+    hits = true = predicted = 0
+    for tags, found in sentences:
+        if not all(re.fullmatch("O|[BIES]-.+", tag) for tag in (*tags, *found)):
+            return {}
+        both = entities(tags), entities(found)
+        hits += len(both[0] & both[1])
+        true += len(both[0])
+        predicted += len(both[1])
+    precision, recall = hits / max(predicted, 1), hits / max(true, 1)
+    f1 = 2 * hits / max(true + predicted, 1)
+    return {"precision": precision, "recall": recall, "f1": f1}
