@@ -17,8 +17,7 @@ token of a target counts once. In evaluations the model generates a target for e
 --beams and with at most --new-tokens tokens. --score bleu compares them with the whole true targets
 by sacrebleu, --score rouge by rouge-score, with stemming. All scores are from 0 to 100.
 
-Without lora, `from_pretrained("runs/mine")` of AutoModelForSeq2SeqLM and of AutoTokenizer load a
-run.
+Without lora, AutoModelForSeq2SeqLM and AutoTokenizer load it by `from_pretrained("runs/mine")`.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

@@ -40,6 +40,7 @@ IN_ALL_RECIPES = {"photos", "language_model"}
 # tests of their own train them.
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
 OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo", "fast_cifar"}
+OF_ANOTHER_TASK |= {"token_classification", "masked_lm", "reranker"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -61,9 +62,14 @@ FLAGS_OF = {
     "vit": ["--layers", "2", "--lr", "1e-4"],
     "text_classification": ["--length", "32"],
     "sft": ["--base-dtype", "bfloat16"],
+    "token_classification": ["--length", "32"],
+    "seq2seq": ["--new-tokens", "4"],
+    "masked_lm": ["--length", "32"],
+    "reranker": ["--length", "32", "--negatives", "1"],
     "grpo": ["--lr", "1e-3", "--beta", "0.1"],
 }
-IMPORTS = ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
+IMPORTS = ["transformers.models.t5.modeling_t5", "sacrebleu", "rouge_score.rouge_scorer"]
+IMPORTS += ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
 IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
 
@@ -90,7 +96,7 @@ def directory(tmp_path_factory):
         for kind in {*commands(task)[0]} - made:
             made.add(kind)
             toy.make(kind, path / "toy")
-            for file in (path / "toy").glob("*.txt"):  # a small part is enough here
+            for file in (path / "toy").rglob("*.txt"):  # a small part is enough here
                 file.write_bytes(file.read_bytes()[:20000])
         return path
 

@@ -1,0 +1,295 @@
+"""token_classification, seq2seq, masked_lm and reranker, against seqeval, sacrebleu, transformers
+and sentence-transformers. That copies of them pass `make check`: test_adapting.py."""
+
+import json
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toy
+from composed import make
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
+
+from ddp_cifar import SeededSamples
+from lib import entities, ranking, rows
+
+pytestmark = pytest.mark.slow
+
+IMPORTS = ["transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"]
+IMPORTS += ["sacrebleu", "rouge_score.rouge_scorer"]
+close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{task: the outputs of its training}: on two processes, with test sets that do not fill the
+    last batch."""
+    path = tmp_path_factory.mktemp("tasks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "LINES", toy.LINES[::10])
+        for kind in ("entities", "lines", "queries", "translations"):
+            toy.make(kind, path / "toy")
+    data = path / "toy"
+    lines = (data / "entities/test.conll").read_text().split("\n\n")[:43]
+    (data / "entities/test.conll").write_text("\n\n".join(lines))
+    labelled = [
+        {"query": f"{i % 7}", "document": f"{j} {'x' * j}", "label": (i * j) % 3 / 2}
+        for i in range(8)
+        for j in range(11)
+    ]
+    toy.write_json_lines(data / "queries/test.jsonl", labelled[:83])
+    toy.write_json_lines(data / "queries/train.jsonl", labelled)
+    easy = [{"source": str(i), "target": "no no no no" + " no" * (i % 2)} for i in range(100)]
+    toy.write_json_lines(data / "translations/train.jsonl", easy)
+    toy.write_json_lines(data / "translations/test.jsonl", easy[:19])
+    flags = {
+        "token_classification": [*files(data / "entities", "conll"), "--max-steps", 30],
+        "seq2seq": [*files(data / "translations", "jsonl"), "--new-tokens", 8, "--max-steps", 9],
+        "masked_lm": [*files(data / "lines", "txt"), "--length", 32, "--max-steps", 3],
+        "reranker": [*files(data / "queries", "jsonl"), "--max-steps", 3],
+    }
+    described = []
+    for task, more in flags.items():
+        script = path / f"{task}.py"
+        make(script, "ddp", task)
+        base = data / ("t5" if task == "seq2seq" else "bert")
+        rate = 1e-2 if task == "seq2seq" else 3e-3
+        common = ["--cpu", "--base", base, "--batch-size", 8, "--lr", rate, "--epochs", 2]
+        described.append((2, script, [*common, *more]))
+    return dict(zip(flags, train_forked(path, *described, imports=IMPORTS), strict=True))
+
+
+def files(folder, ending):
+    return ["--train", folder / f"train.{ending}", "--test", folder / f"test.{ending}"]
+
+
+def args_of(run):
+    """The flags of a run."""
+    return SimpleNamespace(**run.summary)
+
+
+def test_entities_are_those_of_seqeval_in_all_its_schemes():
+    from seqeval import metrics
+
+    drawn = random.Random(0)
+    for tags in ("O B-X I-X B-Y I-Y", "O I-X I-Y B-X", "O B-X I-X E-X S-X B-Y I-Y E-Y S-Y"):
+        pairs = []
+        for _ in range(300):
+            words = range(drawn.randrange(1, 12))
+            pairs.append([[drawn.choice(tags.split()) for _ in words] for _ in range(2)])
+        truth, found = zip(*pairs, strict=True)
+        scores = entities.entity_scores(pairs)
+        assert 0.05 < scores["f1"] < 0.5
+        for name, score in scores.items():
+            exact = getattr(metrics, f"{name}_score")([*truth], [*found])
+            assert score == pytest.approx(exact), (name, tags)
+    assert entities.entity_scores([(["NOUN", "VERB"], ["NOUN", "NOUN"])]) == {}
+
+
+def test_the_f1_of_a_run_is_seqevals_of_what_transformers_loads(runs):
+    from seqeval.metrics import f1_score
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    run = runs["token_classification"]
+    model = AutoModelForTokenClassification.from_pretrained(run.directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.directory)
+    truth, found = [], []
+    for words, tags in entities.read_conll(str(run.summary["test"])):
+        # The first token of a word is the one in which, or behind which, its text begins.
+        begins = [len(" ".join(words[:i])) + (i > 0) for i in range(len(words))]
+        encoded = tokenizer(" ".join(words), return_tensors="pt", return_offsets_mapping=True)
+        ends = encoded.pop("offset_mapping")[0, :, 1].tolist()
+        with torch.no_grad():
+            predicted = model(**encoded).logits[0].argmax(1).tolist()
+        first = [next(i for i, end in enumerate(ends) if end > begin) for begin in begins]
+        truth.append(tags)
+        found.append([model.config.id2label[predicted[i]] for i in first])
+    assert run.summary["test_f1"] == pytest.approx(f1_score(truth, found))
+    assert 0 < run.summary["test_f1"] < 1, "or it would be no test"
+    assert model.config.architectures == ["BertForTokenClassification"]
+
+
+def test_the_bleu_of_a_run_is_sacrebleus_of_what_transformers_loads(runs):
+    """And its loss is that of transformers."""
+    import sacrebleu
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    run = runs["seq2seq"]
+    model = AutoModelForSeq2SeqLM.from_pretrained(run.directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.directory)
+    test = rows.read_rows(run.summary["test"], ("source", str), ("target", str))
+    found, losses, tokens = [], 0, 0
+    for source, target in test:
+        inputs = tokenizer(source, return_tensors="pt")
+        labels = tokenizer(target, return_tensors="pt", truncation=True, max_length=8)["input_ids"]
+        with torch.no_grad():
+            losses += model(**inputs, labels=labels).loss.double().item() * labels.numel()
+            ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        found.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+        tokens += labels.numel()
+    exact = sacrebleu.corpus_bleu(found, [[target for _, target in test]]).score
+    assert run.summary["test_bleu"] == pytest.approx(exact)
+    assert 0 < exact < 100, "or it would be no test"
+    assert run.summary["test_loss"] == close(losses / tokens)
+
+
+def test_rouge_is_the_mean_f_measure_over_the_test_set(runs):
+    from transformers import AutoTokenizer
+
+    import seq2seq
+
+    args = SimpleNamespace(base=args_of(runs["seq2seq"]).base, score="rouge")
+    encode = AutoTokenizer.from_pretrained(args.base)
+    outputs = [(encode(x)["input_ids"], y) for x, y in [("a b c", "a b c"), ("a x b", "a b y z")]]
+    # Of the second: 2 of 3 and of 4 words; no pair of words; "a b" in this order.
+    second = 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
+    expected = {"rouge1": 50 * (1 + second), "rouge2": 50, "rougeL": 50 * (1 + second)}
+    assert seq2seq.test_metrics(outputs, args) == pytest.approx(expected)
+
+
+def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    import masked_lm
+
+    run = runs["masked_lm"]
+    model = AutoModelForMaskedLM.from_pretrained(run.directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.directory)
+    samples = SeededSamples(masked_lm.Masked(run.summary["test"], tokenizer, args_of(run)), 0)
+    inputs, targets = map(torch.stack, zip(*[samples[i] for i in range(len(samples))], strict=True))
+    with torch.no_grad():
+        logits = model(inputs).logits
+        loss = model(inputs, labels=targets).loss.item()
+    assert run.summary["test_loss"] == close(loss)
+    right = logits.argmax(2)[targets >= 0] == targets[targets >= 0]
+    assert run.summary["test_accuracy"] == close(right.double().mean().item())
+
+
+def test_masks_have_the_shares_of_transformers(runs):
+    """Of the tokens, of the masks, of the kept ones; special tokens are never masked."""
+    from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+    import masked_lm
+
+    args = args_of(runs["masked_lm"])
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    data = masked_lm.Masked(args.train, tokenizer, args)
+    samples = SeededSamples(data, 0)
+    ours = map(torch.stack, zip(*[samples[i] for i in range(len(data))], strict=True))
+    torch.manual_seed(0)
+    whole = [{"input_ids": x} for x in data.sequences]
+    theirs = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)(whole)
+    shares = []
+    for inputs, targets in (ours, (theirs["input_ids"], theirs["labels"])):
+        chosen = targets >= 0
+        assert not torch.isin(targets[chosen], data.special).any()
+        assert torch.equal(inputs[~chosen], data.sequences[~chosen])
+        masked = inputs[chosen] == tokenizer.mask_token_id
+        kept = inputs[chosen] == targets[chosen]
+        shares.append([x.double().mean().item() for x in (chosen, masked, kept)])
+    deviation = (0.25 / chosen.sum().item()) ** 0.5  # of a share of the masked tokens, at most
+    assert shares[0] == pytest.approx(shares[1], abs=6 * deviation)
+    assert shares[0][1:] == pytest.approx([0.8, 0.1], abs=6 * deviation)
+
+
+def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_path):
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from sklearn.metrics import ndcg_score
+
+    run = runs["reranker"]
+    model = CrossEncoder(str(run.directory), device="cpu")
+    names = ("query", nonempty), ("document", nonempty), ("label", float)
+    test = rows.read_rows(run.summary["test"], *names)
+    queries, documents, labels = zip(*test, strict=True)
+    with torch.no_grad():
+        loss = BinaryCrossEntropyLoss(model)([queries, documents], torch.tensor(labels))
+    assert run.summary["test_loss"] == close(loss.item())
+    scores = model.predict([*zip(queries, documents, strict=True)])
+    gains, ranks = [], []
+    for query in sorted({*queries}):
+        of_query = [i for i, other in enumerate(queries) if other == query]
+        truth = [labels[i] for i in of_query]
+        if any(truth):
+            gains.append(ndcg_score([truth], [[scores[i] for i in of_query]], k=10))
+            best = sorted(of_query, key=lambda i: -scores[i])
+            ranks.append(1 / (1 + [labels[i] > 0 for i in best].index(True)))
+    assert run.summary["test_ndcg_at_10"] == close(sum(gains) / len(gains))
+    assert run.summary["test_mrr"] == close(sum(ranks) / len(ranks))
+    assert 0 < run.summary["test_ndcg_at_10"] < 1
+
+
+nonempty = rows.nonempty_text
+
+
+def test_equal_scores_are_no_ranking():
+    scores = ranking.ranking_scores([("a", label, 0.0) for label in (1, 0, 0)])
+    assert scores == {"ndcg_at_10": pytest.approx(0.5), "mrr": pytest.approx(1 / 3)}
+
+
+def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():
+    pairs = [("a", "1"), ("a", "2"), ("b", "3"), ("c", "4"), ("c", "1")]
+    data = ranking.WithNegatives(pairs, 40)
+    samples = SeededSamples(data, 0)
+    epochs = []
+    for epoch in (0, 1):
+        samples.set_epoch(epoch)
+        epochs.append([samples[i] for i in range(len(samples))])
+    assert [x[:2] for x in epochs[0] if x[2]] == pairs
+    drawn = {query: {d for q, d, label in epochs[0] if q == query and not label} for query in "abc"}
+    assert drawn == {"a": {"3", "4"}, "b": {"1", "2", "4"}, "c": {"2", "3"}}
+    assert epochs[0] != epochs[1]
+
+
+BAD = {
+    "a.jsonl": ('{"x": "a", "y": [1]}', "a.jsonl, row 1: ValueError"),
+    "b.jsonl": ('{"x": "a", "y": ["b"]}\n{"x": "a"}', "b.jsonl, row 2: KeyError('y')"),
+    "c.csv": ("x,y\n,1\n", "c.csv, row 1: ValueError(\"'' is not a text, or an empty one\")"),
+    "d.csv": ("x,y\n", "d.csv has no rows"),
+    "e.jsonl": ("\n{}", "e.jsonl, row 1: JSONDecodeError"),
+    "f.parquet": ("no parquet", "f.parquet, row 1: ArrowInvalid"),
+    "none.csv": (None, "cannot read none.csv: [Errno 2]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_row_that_cannot_be_read_is_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rows, "exit_with_error", exit_by_exception)
+    content, said = BAD[name]
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(Exit) as error:
+        rows.read_rows(name, ("x", rows.nonempty_text), ("y", rows.list_of_texts))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_of_csv_parquet_and_json_lines_are_the_same(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = {"x": ["a, b", 'c "d"'], "y": ["1", "line\nline"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text('y,z,x\n1,,"a, b"\n"line\nline",,"c ""d"""\n')
+    values = [*zip(*table.values(), strict=True)]
+    lines = [json.dumps({"x": x, "y": y}) for x, y in values]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    columns = ("x", rows.nonempty_text), ("y", rows.class_name)
+    found = [rows.read_rows(str(x), *columns) for x in sorted(tmp_path.iterdir())]
+    assert found == [values] * 3
+
+
+def test_a_tag_that_training_does_not_know_and_a_word_without_a_tag_are_one_line(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(entities, "exit_with_error", exit_by_exception)
+    (tmp_path / "a.conll").write_text("-DOCSTART- O\n\nRome B-LOC\n")
+    (tmp_path / "b.conll").write_text("in O\nRome\n")
+    args = SimpleNamespace(train="train", length=9)
+    config = SimpleNamespace(label2id={"O": 0})
+    with pytest.raises(Exit, match="no word of train has the tag B-LOC"):
+        entities.labelled_tokens(None, str(tmp_path / "a.conll"), config, args)
+    with pytest.raises(Exit, match="conll, line 2: 'Rome' is a word without a tag"):
+        entities.labelled_tokens(None, str(tmp_path / "b.conll"), config, args)
