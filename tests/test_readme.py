@@ -23,7 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 NAMES = ["README.md", "CONTRIBUTING.md"]
-NAMES += [f"docs/{name}.md" for name in ("running", "failures", "clusters", "adapting", "data")]
+NAMES += [
+    f"docs/{name}.md" for name in ("running", "failures", "clusters", "adapting", "data", "porting")
+]
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, CONTRIBUTING, RUNNING, FAILURES, CLUSTERS, ADAPTING, *_ = PAGES.values()
 EVERYTHING = "\n".join(PAGES.values())
@@ -35,7 +37,7 @@ OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --si
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
 OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
-OTHERS += "--index-url"
+OTHERS += "--index-url --exclude"
 
 
 def section(page, title):
@@ -189,7 +191,7 @@ def test_the_differences_shown_are_real():
 
 
 def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
-    lines = code(ADAPTING, "From plain PyTorch", "diff")
+    lines = code(PAGES["docs/porting.md"], "From plain PyTorch", "diff")
     monkeypatch.chdir(tmp_path)
     weights = []
     for sign in "-+":
