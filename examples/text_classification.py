@@ -10,12 +10,12 @@ With a model of the Hub and your own train.jsonl and test.jsonl:
 
     torchrun --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
 
-Needs `pip install transformers pyarrow`. The toy model has random weights: --lr is higher for it.
---train and --test are Parquet files, or JSON lines; --text and --label are their columns. Labels
-are strings or integers. Each batch is padded to its longest text. test_macro_f1 is the mean F1 over
-the classes that occur in the test set or in its predictions. Tokenizer and config.json, with the
-names of the classes, are in the output directory: without lora,
-`transformers.pipeline("text-classification", "runs/mine")` uses the model.
+Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. --train
+and --test are JSON lines, CSV or Parquet; --text and --label are their columns. Labels are strings
+or integers. Each batch is padded to its longest text. test_macro_f1 is the mean F1 over the classes
+that occur in the test set or in its predictions. Tokenizer and config.json, with the names of the
+classes, are in the output directory: without lora, `transformers.pipeline("text-classification",
+"runs/mine")` uses the model.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -25,15 +25,17 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from ddp_cifar import exit_with_error
 from language_model import make_optimizer
-from lib.labelled import columns, labelled_texts
+from lib.pretrained import load_pretrained, save_beside_weights
+from lib.rows import class_name, nonempty_text, read_rows
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.jsonl", help="a file, .parquet or JSON lines (train.jsonl)")
+    add("--train", default="train.jsonl", help="a file: JSON lines, .csv, .parquet (train.jsonl)")
     add("--test", default="test.jsonl", help="a file of the same kind (test.jsonl)")
     add("--text", default="text", help="the column of texts (text)")
     add("--label", default="label", help="the column of labels (label)")
@@ -41,12 +43,25 @@ def add_flags(parser):
     parser.set_defaults(lr=2e-5, batch_size=32, epochs=3)  # usual for pretrained weights
 
 
+def rows_of(path, args):
+    """Return [(text, label)] of a file."""
+    return read_rows(path, (args.text, nonempty_text), (args.label, class_name))
+
+
+def labelled_texts(path, config, args):
+    """Return [(text, number of its class)] of a file."""
+    rows = rows_of(path, args)
+    if unknown := {str(label) for _, label in rows} - config.label2id.keys():
+        exit_with_error(f"{path}: no text of {args.train} has the label {min(unknown)}")
+    return [(text, config.label2id[str(label)]) for text, label in rows]
+
+
 def tokenizer_and_config(args):
     """Return the tokenizer, and the configuration with the names of the classes."""
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = AutoConfig.from_pretrained(args.base)
-    names = sorted(set(columns(args.train, args.text, args.label)[1]))
+    names = sorted({label for _, label in rows_of(args.train, args)})
     config.id2label = {index: str(name) for index, name in enumerate(names)}
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.pad_token_id = tokenizer.pad_token_id
@@ -57,9 +72,8 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of {"input_ids": (B, T) int64, ...} as the
     tokenizer returns it, and "labels": (B,) int64."""
     tokenizer, config = tokenizer_and_config(args)
-    if accelerator.is_main_process:
-        tokenizer.save_pretrained(args.output_dir)
-        config.save_pretrained(args.output_dir)
+    auto = AutoModelForSequenceClassification
+    save_beside_weights(accelerator, args, auto, config, tokenizer)
     train_set, test_set = (labelled_texts(path, config, args) for path in (args.train, args.test))
 
     def encode(batch):
@@ -77,11 +91,7 @@ def build_model(args):
     """Return the model, on the CPU. For sharded_cifar.py also on the meta device, which has shapes
     and no weights."""
     _, config = tokenizer_and_config(args)
-    auto = AutoModelForSequenceClassification
-    if torch.empty(0).is_meta:
-        return auto.from_config(config, dtype=torch.float32)
-    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # another task's head
-    return auto.from_pretrained(args.base, config=config, **options).train()
+    return load_pretrained(AutoModelForSequenceClassification, args, config)
 
 
 def compute_loss(model, batch, args):

@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
     lines = (data / "entities/test.conll").read_text().split("\n\n")[:43]
     (data / "entities/test.conll").write_text("\n\n".join(lines))
     labelled = [
-        {"query": f"{i % 7}", "document": f"{j} {'x' * j}", "label": (i * j) % 3 / 2}
+        {"query": f"{i % 7}", "document": f"{i} {j} {'x' * j}", "label": (i * j) % 3 / 2}
         for i in range(8)
         for j in range(11)
     ]

@@ -384,22 +384,24 @@ def test_an_adapter_has_the_new_head_of_a_classifier(base, tmp_path):
 
 
 WRONG = {
-    "a.parquet has no column label, but text, stars": {"text": ["a"], "stars": [1]},
-    "a.parquet: values are missing in text": {"text": ["a", None], "label": [1, 2]},
+    r"a.parquet, row 1: KeyError\('label'\)": {"text": ["a"], "stars": [1]},
+    "a.parquet, row 2: .*None is not a text": {"text": ["a", None], "label": [1, 2]},
     "the label 3": {"text": ["a"], "label": [3]},
 }
 
 
 @pytest.mark.parametrize("said", WRONG)
 def test_columns_that_do_not_fit_are_an_error_in_one_line(said, tmp_path, monkeypatch):
-    from lib import labelled
+    import text_classification
+    from lib import rows
 
-    monkeypatch.setattr(labelled, "exit_with_error", exit_by_exception)
+    for module in (text_classification, rows):
+        monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
     write_parquet(tmp_path / "a.parquet", WRONG[said])
     args = SimpleNamespace(text="text", label="label", train="train.parquet")
     config = SimpleNamespace(label2id={"1": 0, "2": 1})
     with pytest.raises(Exit, match=said):
-        labelled.labelled_texts(str(tmp_path / "a.parquet"), config, args)
+        text_classification.labelled_texts(str(tmp_path / "a.parquet"), config, args)
 
 
 def test_by_order_the_last_tenth_of_a_table_is_the_test_set(tmp_path):
