@@ -7,9 +7,12 @@ import importlib.util
 import json
 import os
 import re
+import select
+import signal
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,10 +144,11 @@ def free_port():
 
 
 def wait_until(condition, seconds=300):
-    deadline = time.monotonic() + seconds
+    """Wait so many seconds at most, or longer where others use the cores, too."""
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert seconds > 0, "waited in vain"
         time.sleep(0.05)
+        seconds -= 0.05 / max(1, os.getloadavg()[0] / os.cpu_count())
 
 
 def pytest_configure(config):
@@ -152,6 +156,7 @@ def pytest_configure(config):
     without."""
     config.addinivalue_line("markers", "copied(recipe, ...): see the fixture `outcome`")
     if config.getoption("numprocesses", None):  # pytest-xdist's workers run the tests
+        fork_server()
         return
     global GPUS, VISIBLE
     GPUS = torch.cuda.device_count()
@@ -172,13 +177,26 @@ def pytest_collection_finish():
 
 @functools.cache
 def fork_server():
-    program = [sys.executable, ROOT / "tests/programs/forked.py"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = {**os.environ, **PROGRAMS, "FORK_SERVER": "1"}
-    return subprocess.Popen(program, env=environment, **pipes)
+    """Start programs/forked.py, once for all of pytest's workers: FORK_SERVER is its address."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0forked-{os.getpid()}")
+    listener.listen(100)
+    program = [sys.executable, ROOT / "tests/programs/forked.py", str(listener.fileno())]
+    environment = {**os.environ, **PROGRAMS, "CUDA_VISIBLE_DEVICES": ""}
+    options = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "env": environment}
+    os.environ["FORK_SERVER"] = listener.getsockname().decode()[1:]
+    return subprocess.Popen(program, **options)
 
 
-one_request = threading.Lock()
+def ask_fork_server(request, descriptors=()):
+    """Send a request, and the files that a command gets. Return the answer's stream of lines."""
+    if "FORK_SERVER" not in os.environ:
+        fork_server()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\0" + os.environ["FORK_SERVER"])
+    socket.send_fds(connection, [b"\0"], descriptors)
+    connection.sendall(json.dumps(request, default=str).encode() + b"\n")
+    return connection.makefile("r")
 
 
 def pytest_sessionfinish():
@@ -191,15 +209,60 @@ def forked(runs, directory, together=1, imports=(), **env):
     """[exit codes by rank, output] of each of these runs, which need no launcher; see
     programs/forked.py."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    runs = [{**run, "port": free_port()} for run in runs]
     request = {"runs": runs, "directory": directory, "together": together, "env": env}
     request["imports"] = imports
-    with one_request:
-        server = fork_server()
-        server.stdin.write(json.dumps(request, default=str) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
+    answer = ask_fork_server(request).readline()
     assert answer, "programs/forked.py has ended"
     return json.loads(answer)
+
+
+class Launched:
+    """A launcher or a script, as `subprocess.Popen` starts it, but as a fork of a process that has
+    imported everything. Its ranks are forks, too: see programs/forked.py. Where the start or the
+    end of an interpreter matters, use Popen."""
+
+    def __init__(self, command, cwd=ROOT, env=None, stdin=None, output=None, errors=None, **how):
+        words = [str(word) for word in command]
+        request = {"command": words, "directory": cwd, "env": env or dict(os.environ), **how}
+        with open(os.devnull) as nothing:
+            files = [stdin or nothing, output or sys.__stdout__, errors or output or sys.__stderr__]
+            numbers = [file if isinstance(file, int) else file.fileno() for file in files]
+            self.answer = ask_fork_server(request, numbers)
+        self.pid = int(self.answer.readline())
+        self.returncode = None
+
+    def poll(self):
+        if self.returncode is None and select.select([self.answer], [], [], 0)[0]:
+            self.returncode = int(self.answer.readline())
+        return self.returncode
+
+    def wait(self, timeout=600):
+        wait_until(lambda: self.poll() is not None, timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def launch(command, cwd=ROOT, check=True, timeout=600, **env):
+    """As `run`, by `Launched`."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = Launched(command, cwd, {**os.environ, **env}, output=output, errors=errors)
+        try:
+            process.wait(timeout)
+        finally:
+            process.kill()
+        for name, file in (("stdout", output), ("stderr", errors)):
+            file.seek(0)
+            setattr(process, name, file.read())
+    if check:
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
+    return process
 
 
 def train_forked(directory, *runs, together=2, **env):
@@ -261,7 +324,13 @@ def project(name, **chosen):
 
 SYNTHETIC_DATA = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
 LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
-
+# The layers of simple_cnn, which would take most of a short training's time, with fewer channels.
+NARROW = (
+    ("nn.Conv2d(3, 64, 3, padding=1), nn.ReLU()", "nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()"),
+    ("nn.Conv2d(64, 128, 3", "nn.Conv2d(8, 16, 3"),
+    ("nn.Linear(128, 10)", "nn.Linear(16, 10)"),
+)
+LITTLE = LITTLE_DATA, *NARROW
 
 # In float32 the order of a sum can move an activation over the edge of a ReLU, and so much of a
 # gradient: in float64 two trainings are the same or are not, on any CPU.
@@ -293,7 +362,7 @@ def copies(request, tmp_path_factory):
 
 def described_copy(directory, recipe, *replacements, project="", flags=(), **run):
     directory.mkdir()
-    script = copy(recipe, directory / "mine.py", LITTLE_DATA, *replacements, project=project)
+    script = copy(recipe, directory / "mine.py", *LITTLE, *replacements, project=project)
     flags = [*SMALL, "--max-steps", 2, "--log-every", 1, "--output-dir", "run", *flags]
     common = {"processes": 1, "script": script, "directory": directory, "flags": flags}
     # As under a launcher, which ends all processes soon after the first has failed.

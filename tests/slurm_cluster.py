@@ -64,11 +64,11 @@ PartitionName=gpu Nodes={gpu_nodes}
 """
 
 
-# Until a port is used, nobody else may choose it: each of pytest's workers, and its server, has a
-# range of its own, below the ports that the kernel hands out.
+# Until a port is used, nobody else may choose it: each of pytest's workers has a range of its own,
+# below the ports that the kernel hands out.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-WIDTH = 4000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-FIRST_PORT = 4000 + WIDTH * (2 * WORKER + ("FORK_SERVER" in os.environ))
+WIDTH = 8000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+FIRST_PORT = 4000 + WIDTH * WORKER
 numbers = itertools.count(secrets.randbelow(WIDTH))
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    LITTLE_DATA,
+    LITTLE,
     SMALL,
     STEPS,
     assert_identical,
@@ -185,7 +185,7 @@ def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
 def test_all_ranks_read_the_checkpoint_or_none_resumes(recipe, tmp_path):
     """One that cannot read it, or sees other files, is told. A flag that was added to the recipe
     later does not hinder resuming."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=project("checkpoints"))
+    script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=project("checkpoints"))
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
     again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
     later = {**again, "env": {"LATER": "1"}}

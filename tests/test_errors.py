@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ACCELERATE, CONFIGS, ROOT, SMALL, Exit, forked, load, run
+from conftest import ACCELERATE, CONFIGS, ROOT, SMALL, Exit, forked, launch, load
 from safetensors.torch import save_file
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"
@@ -139,8 +139,8 @@ def test_weights_with_the_head_of_another_task_load_as_far_as_they_fit(tmp_path,
 @pytest.mark.slow
 def test_the_last_lines_on_the_screen_are_the_error():
     """The launcher prints 40 lines after those of the recipe."""
-    launch = [ACCELERATE, "launch", "--config_file", CONFIGS[2], RECIPE, *SMALL]
-    process = run([*launch, "--lr", 0], check=False)
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], RECIPE, *SMALL, "--lr", 0]
+    process = launch(command, check=False)
     lines = process.stderr.strip().splitlines()
     assert process.returncode and "argument --lr: 0.0 is not above 0" in lines[-2], process.stderr
     assert len(lines) > 20 and lines[0] == "ddp_cifar: error: argument --lr: 0.0 is not above 0"

@@ -4,7 +4,7 @@ import re
 import socket
 
 import pytest
-from conftest import PROGRAMS, SMALL, copy, forked, outputs, project
+from conftest import NARROW, PROGRAMS, SMALL, copy, forked, outputs, project
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def described(directory, name, processes, recipe, where, how, _):
     text = project("hangs", STALLING=processes - 1, LONGER=1.25 * TIMEOUT, stall=how, **where)
     little = "synthetic_images(5120", "synthetic_images(320"
     fewer = "synthetic_images(1024", "synthetic_images(160"
-    script = copy(recipe, directory / "mine.py", little, fewer, project=text)
+    script = copy(recipe, directory / "mine.py", little, fewer, *NARROW, project=text)
     flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
     flags += ["--epochs", 2 if where in (SLOW, COMPILES) else 1000]
     flags += ["--compile"] if where == COMPILES else []

@@ -17,11 +17,13 @@ import torch
 from conftest import (
     ACCELERATE,
     CONFIGS,
-    LITTLE_DATA,
+    LITTLE,
+    NARROW,
     PROGRAMS,
     ROOT,
     SMALL,
     STEPS,
+    Launched,
     assert_identical,
     assert_same_training,
     begin_of,
@@ -30,6 +32,7 @@ from conftest import (
     described_copy,
     forked,
     free_port,
+    launch,
     outputs,
     project,
     run,
@@ -61,7 +64,7 @@ REPLACED = {
 def test_a_training_with_persistent_workers_ends(tmp_path):
     """They block SIGTERM, by which multiprocessing would end them."""
     workers = project("interruption", load_data="data_of_persistent_workers")
-    script = copy("ddp_cifar", tmp_path / "mine.py", project=workers)
+    script = copy("ddp_cifar", tmp_path / "mine.py", *NARROW, project=workers)
     flags = [*SMALL, "--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path / "run"]
     run([sys.executable, script, *flags], timeout=120)
 
@@ -72,21 +75,21 @@ def interrupted(case, directory):
     launcher, _ = CASES[case]
     metrics, log = directory / "run/metrics.jsonl", directory / "log"
     text = project("interruption", **REPLACED.get(case, {}))
-    script = copy("ddp_cifar", directory / "mine.py", project=text)
+    script = copy("ddp_cifar", directory / "mine.py", *LITTLE, project=text)
     command = [*launcher, script, *SMALL, "--log-every", 1, "--output-dir", directory / "run"]
     command = [*map(str, command), "--batch-size", "16", "--epochs", "1000"]
     master, slave = os.openpty()
     os.set_blocking(master, False)
-    output = {"stdout": open(log, "w"), "start_new_session": True}
-    if "terminal" in case:
-        command = ["setsid", "--ctty", *command]
-        output = {"stdin": slave, "stdout": slave}
-    elif "tee" in case:
-        command = ["bash", "-c", '"$@" 2>&1 | tee "$0"', str(log), *command]
     started = []
-    # Ignored where these tests run in the background.
-    command = ["env", "--default-signal=INT,HUP", *command]
-    process = subprocess.Popen(command, stderr=subprocess.STDOUT, **output)
+    if "tee" in case:
+        # These signals are ignored where these tests run in the background.
+        tee = ["env", "--default-signal=INT,HUP", "bash", "-c", '"$@" 2>&1 | tee "$0"', str(log)]
+        process = subprocess.Popen([*tee, *command], start_new_session=True)
+    elif "terminal" in case:
+        process = Launched(command, stdin=slave, output=slave, terminal=True)
+    else:
+        with open(log, "w") as file:
+            process = Launched(command, output=file, session=True)
     os.close(slave)
 
     def trains():
@@ -234,18 +237,17 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
 ):
     recipe, processes, launcher = STARTS[start]
     waits = project("interruption", train_step="step_at_a_gate")
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=waits)
+    script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=waits)
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
     flags += ["--threads", 1]
     command = [*launcher, script, *flags, "--log-every", 1, "--output-dir", tmp_path / "run"]
     metrics = tmp_path / "run/metrics.jsonl"
     with open(tmp_path / "log", "w") as log:
         environment = {**os.environ, "GATE": str(tmp_path / "gate")}
-        words = [str(word) for word in command]
-        first = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+        first = Launched(command, env=environment, output=log)
     try:
         wait_until(lambda: metrics.exists() and '"step": 2' in metrics.read_text())
-        second = run(command, check=False)
+        second = launch(command, check=False)
         (line,) = re.findall("^mine: error: (.*)$", second.stderr, re.MULTILINE)
         assert second.returncode and line == f"--output-dir {tmp_path}/run is in use by another run"
         (tmp_path / "gate").touch()
@@ -273,10 +275,8 @@ def test_the_launcher_restarts_a_run_whose_rank_is_killed_or_stalls_to_the_same_
     ((codes, output),) = forked([{**common, "directory": tmp_path / "whole"}], tmp_path)
     assert codes == [0, 0], output
     program = ROOT / "tests/programs/disturbed_training.py"
-    restarted = run(
-        [*LAUNCH, CONFIGS[2], "--max_restarts", 2, program, json.dumps(disturbed, default=str)],
-        **PROGRAMS,
-    )
+    command = [*LAUNCH, CONFIGS[2], "--max_restarts", 2, program]
+    restarted = launch([*command, json.dumps(disturbed, default=str)], **PROGRAMS)
     begins = re.findall('"resumed_from": ([0-9]+)', restarted.stdout)
     assert begins == ["0", "10", "10", "10"], "at the start of each attempt, and in the results"
     assert restarted.stderr.count("no step for 10 s because of rank 1 on") == 1, restarted.stderr

@@ -60,12 +60,11 @@ def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path
     )
     whole, *pipelines, bf16 = runs
     assert [run.summary["accumulation"] for run in runs] == [4, 1, 1, 2, 1]
-    recipe.seed_rng(0)
-    initial = recipe.build_model(SimpleNamespace(model="simple_cnn")).state_dict()
-    assert (whole.weights["2.1.weight"] - initial["2.1.weight"]).abs().max() > 1e-2
+    losses = [line["loss"] for line in whole.train]
+    assert losses[0] - min(losses) > 1e-2, "or it would prove nothing"
     for run in pipelines:
         assert_same_training(run, whole, ROUNDING, {"grad_norm"})  # which is in float32
-    losses, in_bf16 = ([line["loss"] for line in run.train] for run in (whole, bf16))
+    in_bf16 = [line["loss"] for line in bf16.train]
     assert in_bf16 == pytest.approx(losses, abs=1e-2)
     assert in_bf16 != pytest.approx(losses, abs=1e-5)
 

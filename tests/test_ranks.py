@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING_FLOAT32, outputs, project, run
+from conftest import ROOT, ROUNDING_FLOAT32, launch, outputs, project
 
 ONE_DIFFERS = project("ranks")
 
@@ -51,7 +51,7 @@ def test_32_ranks_train_as_one_and_stop_together(tmp_path):
     """After a signal to the last one; each calls the store a number of times that grows linearly,
     and what is printed does not grow."""
     command = [sys.executable, ROOT / "benchmarks/ranks.py", "--processes", 1, 32]
-    run([*command, "--output-dir", tmp_path])  # an error if a stopped rank's status is not 143
+    launch([*command, "--output-dir", tmp_path])  # an error if a stopped rank's status is not 143
     calls = sorted(json.loads(x.read_text())["calls"] for x in tmp_path.glob("32/rank-*.json"))
     assert len(calls) == 32 and calls[-2] < 20 and calls[-1] < 20 + 2 * 32
     one, many = ((tmp_path / n / "output.txt").read_text().count("\n") for n in ("1", "32"))

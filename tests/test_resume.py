@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import (
-    LITTLE_DATA,
+    LITTLE,
     SMALL,
     STEPS,
     assert_identical,
@@ -17,21 +17,21 @@ from conftest import (
     untimed,
 )
 
-AMP = pytest.param("amp_cifar", 2, marks=pytest.mark.twin)
-RECIPES = [("ddp_cifar", 1), ("ddp_cifar", 4), AMP]
+AMP = pytest.param("amp_cifar", 2, 1, marks=pytest.mark.twin)
+RECIPES = [("ddp_cifar", 1, 2), ("ddp_cifar", 4, 1), AMP]  # processes, microbatches in a step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "processes"), RECIPES)
+@pytest.mark.parametrize(("recipe", "processes", "microbatches"), RECIPES)
 def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
-    recipe, processes, tmp_path
+    recipe, processes, microbatches, tmp_path
 ):
     """Stopped in mid-epoch, continued by the same command, stopped at the epoch's end, and
     continued."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     common = {"recipe": recipe, "processes": processes, "grace": 30}
-    flags = ["--batch-size", 32 // processes, "--global-batch-size", 64, "--log-every", 1]
-    flags += ["--hang-timeout", 30]
+    flags = ["--batch-size", 64 // processes // microbatches, "--global-batch-size", 64]
+    flags += ["--log-every", 1, "--hang-timeout", 30]
     every = ["--checkpoint-every", 1, "--keep", STEPS]
     runs = [{**common, "directory": whole, "flags": [*flags, *every]}]
     for begin, stop, name in ((0, 4, "SIGTERM"), (4, 10, "SIGINT"), (10, None, None)):
@@ -56,7 +56,7 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
     assert [line["step"] for line in metrics] == [*range(1, 11), 10, *range(11, 21), 20]
     for rank in range(processes):
         batches = (whole / f"batches.{rank}").read_text()
-        assert batches.count("\n") == 2 * STEPS, "each step accumulates two"
+        assert batches.count("\n") == STEPS * microbatches
         assert batches == (broken / f"batches.{rank}").read_text()
     assert not (broken / "unfinished.tmp").exists()
 
@@ -72,7 +72,7 @@ UNFUSED = (
 def test_buffers_of_no_state_dict_resume_and_no_state_keeps_the_file(recipe, tmp_path):
     """AdamW that is not fused would keep its number of steps in the mapped checkpoint, and so the
     disk space of a file that a later save deletes."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, UNFUSED, project=project("resume"))
+    script = copy(recipe, tmp_path / "mine.py", *LITTLE, UNFUSED, project=project("resume"))
     flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
     common = {"processes": 2, "script": script, "directory": tmp_path}
     whole, broken = ([*flags, "--log-every", 1, "--output-dir", x] for x in ("whole", "broken"))

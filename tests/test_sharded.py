@@ -122,7 +122,7 @@ def gradients(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["2", "4", "2 x 2"])
-def test_gradients_of_resnet50_are_those_of_the_whole_model(gradients, case):
+def test_gradients_of_a_resnet_are_those_of_the_whole_model(gradients, case):
     answer = gradients[case]
     assert answer["deviation"] < 1e-9 * answer["largest"] and answer["largest"] > 0.1
 
@@ -136,7 +136,7 @@ def test_a_process_holds_its_share_and_about_two_unsharded_units_at_a_time(gradi
         gradients[case][key] for key in ("held", "whole", "unit", "root", "gathered")
     )
     shards = 4 if case == "4" else 2
-    assert whole == 3 * 8 * 1_492_874
+    assert whole == 3 * 8 * 798_346
     assert sum(held) >= whole * len(held) / shards
     assert max(held) <= whole / shards + unit
     assert unit <= gathered <= 2 * unit + root < whole / 3

@@ -9,7 +9,7 @@ process appends a digest of each batch that it trains on to DIRECTORY/batches.RA
 happens to a process at the n-th step since its start: a signal by its name, or "stall"; those of
 RANK.1 happen where the launcher has restarted it once. `save` kills the main process at the n-th
 moment before or after an operation on the disk. `code` is executed first. `plain` leaves the
-recipe's simple_cnn; `in_float64` trains in it.
+recipe's model, narrower; `in_float64` trains in it.
 """
 
 import collections
@@ -36,6 +36,20 @@ def build_model(args):
         nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
         nn.Sequential(nn.Flatten(), nn.Linear(32, 10)),
     )
+
+
+def narrow(build_model):
+    """Return `build_model` with fewer channels in simple_cnn, as conftest's NARROW."""
+
+    def build(args):
+        model = build_model(args)
+        if args.model == "simple_cnn":
+            model[0][0] = nn.Conv2d(3, 8, 3, padding=1)
+            model[1][0] = nn.Conv2d(8, 16, 3, padding=1)
+            model[2][1] = nn.Linear(16, 10)
+        return model.to(memory_format=torch.channels_last)
+
+    return build
 
 
 def watch_batches(recipe, directory, when, what):
@@ -117,8 +131,8 @@ def train(run, prepare=lambda recipe: None):
     recipe = load(f"recipes/{run['recipe']}.py")
     small = recipe.synthetic_images
     recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)
-    if not run.get("plain"):  # dropout is a process's own
-        recipe.build_model = build_model
+    # Dropout is a process's own.
+    recipe.build_model = narrow(recipe.build_model) if run.get("plain") else build_model
     if run.get("in_float64"):
         exec(IN_FLOAT64, vars(recipe))
     os.makedirs(run["directory"], exist_ok=True)

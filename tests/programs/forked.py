@@ -1,41 +1,58 @@
 """A server that runs trainings as in disturbed_training.py, or any script, each as its number of
-processes, without a launcher: forked from this one, which has imported what recipes import. Fifty
-trainings take a minute. conftest.py starts it once and writes to its stdin, in one line of JSON:
+processes, without a launcher; or a command with its launcher. All are forks of this process, which
+has imported what recipes import: fifty trainings take a minute. conftest.py starts it once, with
+the number of a socket; each connection brings one request, a line of JSON:
 
     {"runs": [...], "directory": ..., "env": {...},
      "together": how many side by side, each on its share of the cores,
      "imports": modules that they need besides}
 
-A run has `processes`, and what `train` in disturbed_training.py takes, or a `script` with its
-`flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience`:
-seconds until the run is ended; `grace`: seconds that the others have when a process has failed (5);
-`terminate`: SIGTERM before SIGKILL, as from a launcher; `until`: [text, n], the run is ended when
-its output has the text n times. The answer, a line on stdout, has [exit codes by rank, output] for
-each run. If patience has ended a run, the output's last line says so.
+A run has `processes` and a `port`, and what `train` in disturbed_training.py takes, or a `script`
+with its `flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience`:
+seconds until the run is ended, more where others use the cores, too; `grace`: seconds that the
+others have when a process has failed (5); `terminate`: SIGTERM before SIGKILL, as from a launcher;
+`until`: [text, n], the run is ended when its output has the text n times. The answer is a line that
+has [exit codes by rank, output] for each run. If patience has ended a run, the output's last line
+says so.
+
+    {"command": [...], "directory": ..., "env": {...},
+     "session": a session of its own, "terminal": its stdin is the terminal of its session}
+
+is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`, whose
+stdin, stdout and stderr come through the socket. What these start as `python ...` are forks, too.
+The answer has two lines: its pid, and at its end its exit code.
 """
 
+import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import random
 import runpy
+import select
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-import accelerate  # noqa: F401
+import accelerate.commands.accelerate_cli  # noqa: F401
 import huggingface_hub.serialization  # noqa: F401
 import numpy
 import rich.progress  # noqa: F401
 import torch
 import torch.distributed.checkpoint.state_dict
+import torch.distributed.launcher.api
 import torchvision  # noqa: F401
-from conftest import free_port
 from disturbed_training import train
 
 HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
@@ -56,9 +73,7 @@ def work(run, rank, port, request, cores):
     os.environ.update(run.get("env", {}))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    random.seed()  # all inherit the same generators: nothing may depend on their state
-    numpy.random.seed(random.getrandbits(32))
-    torch.manual_seed(random.getrandbits(32))
+    draw_seeds()
     try:
         os.chdir(request["directory"])
         if "script" in run:
@@ -79,6 +94,13 @@ def work(run, rank, port, request, cores):
     os._exit(1 if code else 0)
 
 
+def draw_seeds():
+    """All inherit the same generators: nothing may depend on their state."""
+    random.seed()
+    numpy.random.seed(random.getrandbits(32))
+    torch.manual_seed(random.getrandbits(32))
+
+
 def set_aside(paths):
     """Return the paths without those of the tests, whose modules are forgotten, too: a script finds
     what it would find if it had been started alone."""
@@ -92,7 +114,7 @@ class Execution:
 
     def __init__(self, run, request, cores):
         self.run, self.codes, self.ranks, self.text = run, {}, {}, b""
-        self.master, port = None, free_port()
+        self.master = None
         if run.get("terminal"):
             self.master, slave = os.openpty()
             os.set_blocking(self.master, False)
@@ -106,10 +128,10 @@ class Execution:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(slave, 1)
             os.dup2(slave, 2)
-            work(run, rank, port, request, cores)
+            work(run, rank, run["port"], request, cores)
         if self.master:
             os.close(slave)
-        self.patience = run.get("patience", 300)
+        self.patience = run.get("patience", 300) * max(1, os.getloadavg()[0] / os.cpu_count())
         self.deadline = time.monotonic() + self.patience
         self.said = ""
 
@@ -149,10 +171,7 @@ class Execution:
         return [self.codes[rank] for rank in sorted(self.codes)], self.text.decode() + self.said
 
 
-def serve(request):
-    for name in request["imports"]:
-        importlib.import_module(name)
-    gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
+def run_all(request):
     together = request["together"]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = max(1, len(cores) // min(together, len(request["runs"])))
@@ -179,8 +198,149 @@ def serve(request):
     return [answers[number] for number in sorted(answers)]
 
 
-resource_tracker.ensure_running()  # one for all, instead of one for each process
-while line := sys.stdin.readline():
-    answer = json.dumps(serve(json.loads(line)))
-    print(answer, flush=True)
-os._exit(0)
+# -------------------------------------------------------------------------------------- commands
+def start_command(request, descriptors, connection):
+    """Start a command, say its pid, wait for its end, and say its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        if request.get("session") or request.get("terminal"):
+            os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        if request.get("terminal"):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        close_files_but()
+        os.chdir(request["directory"])
+        subprocess._fork_exec = fork_instead_of_exec
+        words = request["command"]
+        become(words if words[0] == sys.executable else [sys.executable, *words], request["env"])
+    for descriptor in descriptors:
+        os.close(descriptor)  # a pipe has to end with the command
+    connection.sendall(f"{pid}\n".encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):  # nobody waits any more
+        connection.sendall(f"{code}\n".encode())
+
+
+def close_files_but(kept=()):
+    """Close what a program that is executed would not have. It starts a tracker of its own."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept:
+            with contextlib.suppress(OSError):  # the one by which they are listed
+                os.close(number)
+    tracker = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
+
+
+def become(words, environment):
+    """Be `python [-u] script.py ...`, or `python [-u] -m module ...`, to its end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    draw_seeds()
+    unbuffered = words[1] == "-u"
+    open_streams(unbuffered)
+    sys.argv = words[1 + unbuffered :]
+    own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [*own, *set_aside(sys.path)]
+    code = 1
+    try:
+        if sys.argv[0] == "-m":
+            sys.argv = sys.argv[1:]
+            sys.path = [os.getcwd(), *paths]
+            kept.append(runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
+        else:
+            sys.path = [str(Path(sys.argv[0]).parent), *paths]
+            kept.append(runpy.run_path(sys.argv[0], run_name="__main__"))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.excepthook(*sys.exc_info())
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # waits, as the end of an interpreter does
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # the terminal is closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 255)
+
+
+def open_streams(unbuffered):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        binary = "wb" if number else "rb"
+        file = open(number, binary, 0 if unbuffered and number else -1, closefd=False)
+        lines = number == 2 or os.isatty(number)
+        text = io.TextIOWrapper(file, line_buffering=lines, write_through=unbuffered)
+        kept.append(getattr(sys, name))
+        setattr(sys, name, text)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+
+
+def fork_instead_of_exec(words, programs, close, passed, directory, environment, *more):
+    """In the place of the function that `subprocess` calls: a program of Python is a fork of this
+    process."""
+    words = list(map(os.fsdecode, words))
+    if words[0] != sys.executable or (words[1].startswith("-") and words[1] not in ("-u", "-m")):
+        return plain_fork_exec(words, programs, close, passed, directory, environment, *more)
+    stdin, _, _, stdout, _, stderr, _, failure, _, session, *_ = more
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        ends = {n: os.dup(x) for n, x in enumerate((stdin, stdout, stderr)) if x != -1}
+        for number, end in ends.items():
+            os.dup2(end, number)
+        if session:
+            os.setsid()
+        close_files_but({*passed} - {failure})
+        os.chdir(directory or ".")
+        pairs = (os.fsdecode(pair).split("=", 1) for pair in environment or ())
+        become(words, dict(pairs) or dict(os.environ))
+    return pid
+
+
+plain_fork_exec = subprocess._fork_exec
+
+
+def serve(listener):
+    """Answer each connection in a fork of this process, until the tests end."""
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [], 0.1)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in ready:
+            os._exit(0)
+        if listener in ready:
+            answer(listener)
+
+
+def answer(listener):
+    connection, _ = listener.accept()
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+    request = json.loads(connection.makefile().readline())
+    for name in request.get("imports", ()):
+        importlib.import_module(name)
+    gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
+    if os.fork() == 0:
+        listener.close()
+        if "command" in request:
+            start_command(request, descriptors, connection)
+        else:
+            connection.sendall(json.dumps(run_all(request)).encode() + b"\n")
+        os._exit(0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    connection.close()
+
+
+if __name__ == "__main__":
+    resource_tracker.ensure_running()  # one for all, instead of one for each process
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,10 +1,11 @@
 """Run by test_sharded.py, as processes of forked.py: sharded_gradient.py ANSWER REPLICAS TWICE
 
-One step of ResNet-50 in float64, with a quarter of its channels, sharded by the recipe's functions,
-and in the main process the same step of the whole model, over the same samples divided in the same
-way: BatchNorm normalises over a process's batch. Writes the largest deviation of a gradient, the
-bytes of parameters, gradients and momentum, of all parameters of the largest unit and of the root,
-the most bytes that were unsharded at a time, and the timeouts of the mesh's process groups.
+One step of five of ResNet-50's blocks in float64, with a quarter of their channels, sharded by the
+recipe's functions, and in the main process the same step of the whole model, over the same samples
+divided in the same way: BatchNorm normalises over a process's batch. Writes the largest deviation
+of a gradient, the bytes of parameters, gradients and momentum, of all parameters of the largest
+unit and of the root, the most bytes that were unsharded at a time, and the timeouts of the mesh's
+process groups.
 """
 
 import json
@@ -29,7 +30,7 @@ mesh = recipe.make_mesh(accelerator, replicas)
 
 class NarrowResNet(torchvision.models.ResNet):
     def __init__(self):
-        super().__init__(torchvision.models.resnet.Bottleneck, [3, 4, 6, 3])
+        super().__init__(torchvision.models.resnet.Bottleneck, [1, 1, 1, 2])
         self.fc = nn.Linear(512, 10)
 
     def _make_layer(self, block, planes, *more, **options):

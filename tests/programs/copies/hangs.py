@@ -115,9 +115,11 @@ def slow_data(args, accelerator):
 
 
 def slow_disk(event, arguments):
-    """Take long for the first checkpoint, and for the last file, when the weights are saved."""
-    if event == "os.rename" and re.fullmatch("step-0*10.pt|summary.json", Path(arguments[1]).name):
-        time.sleep(LONGER)
+    """Take long for the first checkpoint, and for the last file, when the weights are saved and the
+    other rank has left: a stall is named half a timeout later."""
+    name = Path(arguments[1]).name if event == "os.rename" else ""
+    if re.fullmatch("step-0*10.pt|summary.json", name):
+        time.sleep(2 * LONGER if name == "summary.json" else LONGER)
 
 
 held = weakref.ref(set())  # which is gone
