@@ -11,8 +11,8 @@ With a model of the Hub and your own pairs.jsonl:
     torchrun --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
 
 Needs `pip install transformers jinja2`. The loss is that of Rafailov et al. 2023, arXiv:2305.18290.
-In each line of --pairs, "chosen" and "rejected" are texts or lists of messages. "prompt" is a text
-or a list of messages, and is left out if these lists begin with it. The last tenth is the test set.
+In each line of --pairs, "chosen" and "rejected" are texts or lists of messages, which may repeat
+the prompt or its end. "prompt" is a text or a list of messages. The last tenth is the test set.
 A log-probability is the sum over the answers' tokens, without the messages that both begin with.
 
 The reference is the model before its first step; with lora it is --base. A new run first computes
@@ -28,7 +28,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, tokenized
+from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, samples_of
 from lib.order import Ordered, by_length
 from lib.pairs import Pairs, Reference, conversation, log_probabilities
 from sft import build_model, make_optimizer
@@ -47,12 +47,16 @@ def load_data(args, accelerator):
     chosen and rejected conversations, and their targets, or -100; and of (B, 2) float32."""
     tokenizer = chat_tokenizer(args, accelerator)
 
-    def sample(line):
+    def samples(line):
         both = [conversation(line.get("prompt", []), line[x]) for x in ("chosen", "rejected")]
         same = [x == y for x, y in zip(*both, strict=False)]
         first = [*same, False].index(False)
-        pair = [tokenized(tokenizer, x, args, line.get("tools"), first) for x in both]
-        return pair if all(x is not None for x in pair) else None
+        if first >= min(map(len, both)):  # no answer is another one
+            return []
+        pair = [samples_of(tokenizer, x, args, line.get("tools"), first) for x in both]
+        if max(map(len, pair)) > 1:
+            raise ValueError("several answers differ, and the chat template changes earlier ones")
+        return [[*pair[0], *pair[1]]] if all(pair) else []
 
     def collate(batch):
         *pairs, reference = zip(*batch, strict=True)
@@ -60,8 +64,7 @@ def load_data(args, accelerator):
         return sequences.unflatten(0, (-1, 2)), torch.stack(reference)
 
     form = '{"prompt": ..., "chosen": ..., "rejected": ...}'
-    pairs = read_chats(args.pairs, args, form, sample)
-    train, test = pairs[: len(pairs) * 9 // 10], pairs[len(pairs) * 9 // 10 :]
+    train, test = read_chats(args.pairs, args, form, samples)
     lengths = torch.tensor([max(map(len, x)) for x in train])
     train_set = Ordered(Pairs(train), args.seed, by_length, lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": collate}

@@ -13,15 +13,18 @@ With a model of the Hub and your own chats.jsonl:
 Needs `pip install transformers jinja2`. The toy model has random weights: --lr is higher for it.
 Each line of --chats has "messages", and may have "tools". The last tenth is the test set. Batches
 have chats of similar lengths, and every token of an answer counts once. Chats are cut at --length
-tokens.
+tokens. If the template marks answers, by {% generation %}, these are trained. If it writes the last
+answer otherwise than earlier ones, such as with its reasoning, each answer is a sample of its own,
+with the turns before it.
 
 For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
-the tokenizer and config.json: `transformers.pipeline("text-generation", "runs/mine")([{"role":
-"user", "content": "3 + 4"}])` answers. With lora it is `pipeline("text-generation",
-"runs/mine/adapter", tokenizer="runs/mine")`, which loads --base and the adapter. With lora,
---base-dtype bfloat16 keeps the frozen weights in 16 bits and the trained ones in 32: less memory.
-Without lora it is an error, because small updates would be rounded away. A template that names
-today's date gets a fixed one, so that a resumed run has the same tokens.
+the tokenizer, config.json and generation_config.json, so that
+`transformers.pipeline("text-generation", "runs/mine")([{"role": "user", "content": "3 + 4"}])`
+answers. With lora it is `pipeline("text-generation", "runs/mine/adapter", tokenizer="runs/mine")`,
+which loads --base and the adapter. With lora, --base-dtype bfloat16 keeps the frozen weights in 16
+bits and the trained ones in 32: less memory. Without lora it is an error, because small updates
+would be rounded away. A template that names today's date gets a fixed one, so that a resumed run
+has the same tokens.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -31,7 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ddp_cifar import exit_with_error
-from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, token_losses, tokenized
+from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, samples_of, token_losses
 from lib.order import Ordered, by_length
 
 
@@ -47,12 +50,11 @@ def load_data(args, accelerator):
     chats, and their targets, or -100."""
     tokenizer = chat_tokenizer(args, accelerator)
 
-    def sample(line):
-        return tokenized(tokenizer, line["messages"], args, line.get("tools"))
+    def samples(line):
+        return samples_of(tokenizer, line["messages"], args, line.get("tools"))
 
     form = '{"messages": [{"role": ..., "content": ...}, ...]}'
-    chats = read_chats(args.chats, args, form, sample)
-    train, test = chats[: len(chats) * 9 // 10], chats[len(chats) * 9 // 10 :]
+    train, test = read_chats(args.chats, args, form, samples)
     lengths = torch.tensor([len(x) for x in train])
     train_set = Ordered(train, args.seed, by_length, lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": padded}

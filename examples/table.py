@@ -1,6 +1,6 @@
 # Parts of a copy, not a program: make new COPY=../mine.py WITH=table
 # SPDX-License-Identifier: Apache-2.0
-r"""Train a small network on the columns of a Parquet file: a regression.
+r"""Train a small network on the columns of a Parquet or CSV file: a regression.
 
     python tools/toy.py table
     torchrun --nproc_per_node 2 mine.py --table toy/table.parquet --target y --epochs 5
@@ -18,8 +18,10 @@ import json
 from pathlib import Path
 
 import numpy
-import pyarrow.parquet
+import pyarrow
 import torch
+from pyarrow.csv import open_csv, read_csv
+from pyarrow.parquet import read_schema, read_table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -43,14 +45,25 @@ class Rows(Dataset):
 
 def column_names(args):
     """Return the names of the table's columns, with the target at the end."""
-    names = pyarrow.parquet.read_schema(args.table).names
+    try:
+        is_csv = str(args.table).endswith(".csv")
+        schema = open_csv(args.table).schema if is_csv else read_schema(args.table)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        exit_with_error(f"--table {args.table}: {error}")
+    names, types = schema.names, pyarrow.types
     if args.target not in names:
         exit_with_error(f"--target {args.target}: {args.table} has {', '.join(names)}")
+    numeric = types.is_integer, types.is_floating, types.is_decimal, types.is_boolean
+    others = [f"{x.name} ({x.type})" for x in schema if not any(is_it(x.type) for is_it in numeric)]
+    if others:
+        exit_with_error(
+            f"--table {args.table} has columns that are no numbers: {', '.join(others)}"
+        )
     return [*(name for name in names if name != args.target), args.target]
 
 
 def add_flags(parser):
-    parser.add_argument("--table", default="table.parquet", help="a Parquet file (table.parquet)")
+    parser.add_argument("--table", default="table.parquet", help=".parquet or .csv (table.parquet)")
     parser.add_argument("--target", default="y", help="the column to predict (y)")
     parser.add_argument("--by-order", action="store_true", help="test on the last rows")
 
@@ -58,7 +71,8 @@ def add_flags(parser):
 def load_data(args, accelerator):
     """Return the DataLoaders of ((B, columns), (B,)) float32 for training and test."""
     names = column_names(args)
-    table = pyarrow.parquet.read_table(args.table, columns=names)
+    is_csv = str(args.table).endswith(".csv")
+    table = read_csv(args.table) if is_csv else read_table(args.table, columns=names)
     values = numpy.stack([table[name].to_numpy() for name in names], axis=1).astype("float64")
     missing = [name for name, x in zip(names, values.T, strict=True) if not numpy.isfinite(x).all()]
     if missing:

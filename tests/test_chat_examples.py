@@ -24,13 +24,27 @@ TEMPLATES = {
     "MARK {{ x.content }}<|end|>UNTIL{% else %}[INST] {{ x.content }}[/INST]{% endif %}"
     "{% endfor %}",
     "stripped texts, a date": "<s><|system|>{{ strftime_now('%d %b %Y') }}\n\n<|end|>"
+    """{{ strftime_now( "%Y-%m-%d") }}"""
     "{% for x in messages %}<|{{ x.role }}|>\n\n{% if x.role == 'assistant' %}"
     "MARK{{ x.content | trim }}<|end|>UNTIL{% else %}{{ x.content | trim }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n\n{% endif %}",
+    "a prompt opens a thought": "{% for x in messages %}<|{{ x.role }}|>"
+    "{% if x.role == 'assistant' %}MARK{{ x.content }}<|end|>UNTIL"
+    "{% else %}{{ x.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
 }
 PLAIN = TEMPLATES["one form for all roles"].replace("MARK", "").replace("UNTIL", "")
-# As some do with an answer's reasoning: it is only in the last turn.
-FORGETS = PLAIN.replace("'assistant' %}", "'assistant' %}{{ 'I think. ' if loop.last }}")
+# In these the last answer is written otherwise than earlier ones.
+LAST_TURNS = {
+    "reasoning in the last turn alone": TEMPLATES["one form for all roles"].replace(
+        "MARK", "MARK{{ 'I think. ' if loop.last }}"
+    ),
+    "an end of the whole": TEMPLATES["one form for all roles"].replace(
+        "UNTIL", "{{ '<s>' if loop.last }}UNTIL"
+    ),
+}
+# As if the question were another one when an answer follows.
+FORGETS = PLAIN.replace("<|{{", "{{ 'Ask. ' if loop.last }}<|{{")
 CHATS = [
     [("user", "Hi"), ("assistant", " Hello, grüß dich 🙂 ")],
     [("user", "1 + 1"), ("assistant", "2"), ("user", "sure?\n"), ("assistant", "Yes,\n\nI am")],
@@ -77,30 +91,83 @@ def model(base):
 ARGS = SimpleNamespace(length=1000, beta=0.3)
 
 
+def tokenized(tokenizer, messages, args, first=0):
+    """The only sample of a conversation."""
+    chat, *_ = imported("lib.chat")
+    (sample,) = chat.samples_of(tokenizer, messages, args, first=first)
+    return sample
+
+
+def marked(template, before="{% generation %}", after="{% endgeneration %}"):
+    for form, date in (("'%d %b %Y'", "26 Jul 2024"), (' "%Y-%m-%d"', "2024-07-26")):
+        template = template.replace(f"strftime_now({form})", f"'{date}'")
+    return template.replace("MARK", before).replace("UNTIL", after)
+
+
+def by_marks(tokenizer, template, messages):
+    """The tokens of a conversation and, of each answer, those that transformers finds by marks."""
+    tokenizer.chat_template = marked(template)
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = tokenizer.apply_chat_template(messages, **options)
+    tokens, mask = found["input_ids"], found["assistant_masks"]
+    begins = [i for i, own in enumerate(mask) if own and not (i and mask[i - 1])]
+    return tokens, mask, begins
+
+
+@pytest.mark.parametrize("template", LAST_TURNS)
+def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokenizer):
+    """As the model is used: transformers marks the answers of the conversation up to each."""
+    (chat,) = imported("lib.chat")
+    for messages in CHATS:
+        expected = []
+        for end in range(2, len(messages) + 1, 2):
+            tokens, _, begins = by_marks(tokenizer, LAST_TURNS[template], messages[:end])
+            expected.append((tokens[:-1], [-100] * (begins[-1] - 1) + tokens[begins[-1] :]))
+        tokenizer.chat_template = LAST_TURNS[template].replace("MARK", "").replace("UNTIL", "")
+        samples = chat.samples_of(tokenizer, messages, ARGS)
+        assert [tuple(x.T.tolist()) for x in samples] == expected
+        (last,) = chat.samples_of(tokenizer, messages, ARGS, first=len(messages) - 1)
+        assert tuple(last.T.tolist()) == expected[-1]
+        tokens, mask, _ = by_marks(tokenizer, LAST_TURNS[template], messages)
+        targets = tokenized(tokenizer, messages, ARGS)[:, 1].tolist()
+        assert targets == [x if own else -100 for x, own in zip(tokens, mask, strict=True)][1:]
+
+
+def test_contents_are_texts_or_an_error():
+    (chat,) = imported("lib.chat")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    assert chat.with_text({"role": "user", "content": parts})["content"] == "a b"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    assert chat.with_text(call) == {**call, "content": ""}
+    for content in (None, 3, {"text": "a"}):
+        with pytest.raises(ValueError, match="which is no text"):
+            chat.with_text({"role": "user", "content": content})
+    with pytest.raises(KeyError):
+        chat.with_text({"role": "user", "content": [{"type": "image", "url": "a.png"}]})
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_targets_are_the_tokens_that_the_template_marks(template, tokenizer):
-    """transformers finds them by marks in the template, the example without."""
-    (chat,) = imported("lib.chat")
-    plain, marked = (
-        TEMPLATES[template].replace("MARK", before).replace("UNTIL", after)
-        for before, after in (("", ""), ("{% generation %}", "{% endgeneration %}"))
-    )
+    """transformers finds them by marks in the template, the example also without."""
+    plain = TEMPLATES[template].replace("MARK", "").replace("UNTIL", "")
     for messages in CHATS:
-        tokenizer.chat_template = marked.replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        expected = tokenizer.apply_chat_template(messages, **options)
+        expected, mask, begins = by_marks(tokenizer, TEMPLATES[template], messages)
+        same = tokenized(tokenizer, messages, ARGS)
+        last = tokenized(tokenizer, messages, ARGS, first=len(messages) - 1)
         tokenizer.chat_template = plain
-        tokens, targets = chat.tokenized(tokenizer, messages, ARGS).T.tolist()
-        assert tokens == expected["input_ids"][:-1]
-        pairs = zip(expected["input_ids"], expected["assistant_masks"], strict=True)
-        assert targets == [x if mark else -100 for x, mark in pairs][1:]
+        sample = tokenized(tokenizer, messages, ARGS)
+        assert torch.equal(same, sample)
+        tokens, targets = sample.T.tolist()
+        assert tokens == expected[:-1]
+        assert targets == [x if own else -100 for x, own in zip(expected, mask, strict=True)][1:]
+        assert last[:, 1].tolist() == [-100] * (begins[-1] - 1) + targets[begins[-1] - 1 :]
         answers = [x["content"] for x in messages if x["role"] == "assistant"]
         trained = tokenizer.decode([x for x in targets if x != -100])
         assert trained.count("<|end|>") == len(answers), "it learns where to end"
         assert all(answer.strip() in trained for answer in answers)
         assert "26 Jul 2024" in tokenizer.decode(tokens) or "date" not in template
         shorter = SimpleNamespace(length=len(tokens) - 1)
-        assert chat.tokenized(tokenizer, messages, shorter)[:, 0].tolist() == tokens[:-1]
+        assert tokenized(tokenizer, messages, shorter)[:, 0].tolist() == tokens[:-1]
 
 
 def by_hand(model, sample):
@@ -117,7 +184,7 @@ def gradient(model, loss):
 def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer):
     """In however many microbatches: their gradients are weighted as in a recipe's `train_step`."""
     chat, sft = imported("lib.chat", "sft")
-    samples = [chat.tokenized(tokenizer, messages, ARGS) for messages in CHATS]
+    samples = [tokenized(tokenizer, messages, ARGS) for messages in CHATS]
     exact = -torch.cat([by_hand(model, sample) for sample in samples]).mean()
     expected = gradient(model, exact)
     for size in (1, 2, 4):
@@ -133,13 +200,12 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
 
 def pairs_of(tokenizer):
     """Two pairs of samples, of prompts with a common answer in it and without."""
-    chat, *_ = imported("lib.chat")
     found = []
     for messages in CHATS[1:3]:
         rejected = [*messages[:-1], {"role": "assistant", "content": "I do not want to say"}]
         first = len(messages) - 1
         both = messages, rejected
-        found.append([chat.tokenized(tokenizer, x, ARGS, first=first) for x in both])
+        found.append([tokenized(tokenizer, x, ARGS, first=first) for x in both])
     return found
 
 
@@ -176,7 +242,7 @@ PROMPT, OTHER = CHATS[1][:3], {"role": "assistant", "content": "no"}
     [
         {"prompt": PROMPT, "chosen": CHATS[1][3:], "rejected": [OTHER]},
         {"chosen": CHATS[1], "rejected": [*PROMPT, OTHER]},
-        {"prompt": "Hi", "chosen": CHATS[1], "rejected": [*PROMPT, OTHER]},
+        {"prompt": "1 + 1", "chosen": CHATS[1], "rejected": [*PROMPT, OTHER]},
         {"prompt": PROMPT, "chosen": "Yes,\n\nI am", "rejected": "no"},
     ],
 )
@@ -193,10 +259,44 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     sequences, reference = next(iter(test))
     assert reference.shape == (1, 2)
     both = CHATS[1], [*PROMPT, OTHER]
-    expected = chat.padded([chat.tokenized(tokenizer, x, ARGS, first=3) for x in both])
+    expected = chat.padded([tokenized(tokenizer, x, ARGS, first=3) for x in both])
     assert torch.equal(sequences[0], expected)
     trained = [tokenizer.decode(x[x != -100]) for x in sequences[0, :, :, 1]]
     assert trained == ["Yes,\n\nI am<|end|>\n", "no<|end|>\n"]
+
+
+SYSTEM, USER, ANSWER = ({"role": role, "content": "a"} for role in ("system", "user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ([SYSTEM, USER], [ANSWER]),
+        ([SYSTEM, USER], "a"),
+        ([SYSTEM, USER], [USER, ANSWER]),
+        ([SYSTEM, USER], [SYSTEM, USER, ANSWER]),
+        ("a", [SYSTEM, USER, ANSWER]),
+        ([], [SYSTEM, USER, ANSWER]),
+    ],
+)
+def test_no_message_of_a_prompt_is_dropped(prompt, answer):
+    (pairs,) = imported("lib.pairs")
+    assert pairs.conversation(prompt, answer) == [SYSTEM, USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "error"),
+    [
+        ({"role": "user"}, "a", "is no text, and no list of messages"),
+        ([USER], {"content": "a"}, "is no text, and no list of messages"),
+        ([USER], [], "begins with no message of the prompt, nor of the assistant"),
+        ([USER], [{**USER, "content": "b"}, ANSWER], "begins with no message of the prompt"),
+    ],
+)
+def test_pairs_in_no_known_form_are_an_error(prompt, answer, error):
+    (pairs,) = imported("lib.pairs")
+    with pytest.raises(ValueError, match=error):
+        pairs.conversation(prompt, answer)
 
 
 def write_pairs(path, count):
@@ -209,7 +309,7 @@ def write_pairs(path, count):
 def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path):
     """In a checkpoint after some steps, on two processes: of each pair, in the data's order, also
     of a last batch that is padded. A checkpoint has it, so a resumed run computes none."""
-    transformers, chat, pairs = imported("transformers", "lib.chat", "lib.pairs")
+    transformers, pairs = imported("transformers", "lib.pairs")
     lines = write_pairs(tmp_path / "pairs.jsonl", 41)
     flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
@@ -222,7 +322,7 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
     expected = []
     for line in lines:
         both = [pairs.conversation(line["prompt"], line[x]) for x in ("chosen", "rejected")]
-        samples = [chat.tokenized(tokenizer, x, ARGS, first=1) for x in both]
+        samples = [tokenized(tokenizer, x, ARGS, first=1) for x in both]
         expected.append([by_hand(model, sample).sum().item() for sample in samples])
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
@@ -249,6 +349,8 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         expected = trained(tokens).logits
         answers.append(expected)
         adapter = run.directory / "adapter"
+        ends = [path / "generation_config.json" for path in (base, run.directory)]
+        assert ends[0].read_text() == ends[1].read_text()
         name = json.loads((adapter / "adapter_config.json").read_text())
         assert name["base_model_name_or_path"] == str(base)
         frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
@@ -265,7 +367,14 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
 def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     good = [json.dumps({"messages": x}) for x in CHATS * 5]
     alone = json.dumps({"messages": CHATS[0][1:]})
-    files = {"good": good, "no_json": [*good, "{"], "no_key": ["{}"], "alone": [good[0], alone]}
+    human = json.dumps({"messages": [{"role": x, "content": "a"} for x in ("human", "gpt")]})
+    files = {
+        "human": [human],
+        "good": good,
+        "no_json": [*good, "{"],
+        "no_key": ["{}"],
+        "alone": [good[0], alone],
+    }
     for name, lines in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "forgets.jinja").write_text(FORGETS)
@@ -276,9 +385,10 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
         "no_json.jsonl": (["no_json"], "line 21: JSONDecodeError"),
         "no_key.jsonl": (["no_key"], """line 1: KeyError('messages'). Each line needs {"mess"""),
         "alone.jsonl": (["alone"], "line 2: ValueError('nothing comes before the answer')"),
+        "human": (["human"], "line 1: ValueError('no message has the role assistant, but human, g"),
         "turns": (
             ["good", "--chat-template", tmp_path / "forgets.jinja"],
-            "line 2: ValueError('the chat template changes earlier turns: name a file of one",
+            "line 1: ValueError('the chat template changes what comes before an answer: name a f",
         ),
         "short": (["good", "--length", 2], "0 of 20 lines have an answer within --length: the tra"),
         "no adapter": (["good", "--base-dtype", "bfloat16"], "would train in 16 bits: add lora"),

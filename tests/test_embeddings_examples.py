@@ -372,7 +372,7 @@ def test_a_temperature_is_at_least_that_of_clip():
         (None, "--pairs pairs.jsonl: No such file or directory"),
         ("", "--pairs pairs.jsonl: the file is empty"),
         ('{"anchor": "a", "positive": "b"}\n{"anchor": "a"}', "line 2: KeyError('positive')"),
-        ('{"anchor": "a", "positive": "b"}\n\n', "line 2: JSONDecodeError('Expecting value"),
+        ('{"anchor": "a", "positive": "b"}\n\n{', "line 3: JSONDecodeError('Expecting prop"),
         ('{"anchor": "a", "positive": ["b"]}', "line 1: AttributeError("),
         ('{"anchor": "a", "positive": " "}', "line 1: ValueError('an empty text')"),
         ('["a", "b"]', "line 1: TypeError("),
@@ -392,6 +392,14 @@ def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
     with pytest.raises(Exit) as error:
         json_lines.texts_of("pairs.jsonl", "--pairs", "anchor", "positive", more="negative")
     assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_error(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        '\ufeff{"anchor": "a", "positive": "b"}\n\n{"anchor": "c", "positive": "d"}\n\n'
+    )
+    assert json_lines.texts_of(path, "", "anchor", "positive") == [("a", "b"), ("c", "d")]
 
 
 def test_rows_are_those_of_all_at_once(monkeypatch):

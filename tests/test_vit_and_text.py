@@ -404,6 +404,29 @@ def test_columns_that_do_not_fit_are_an_error_in_one_line(said, tmp_path, monkey
         text_classification.labelled_texts(str(tmp_path / "a.parquet"), config, args)
 
 
+def test_a_table_in_csv_has_the_same_rows_and_other_columns_are_named(tmp_path, monkeypatch):
+    import table
+
+    monkeypatch.setattr(table, "exit_with_error", exit_by_exception)
+    write_parquet(tmp_path / "t.parquet", {"a": [*range(20)], "y": [x / 7 for x in range(20)]})
+    text = "".join(f"{x},{x / 7!r}\n" for x in range(20))
+    (tmp_path / "t.csv").write_text(f"a,y\n{text}")
+    (tmp_path / "wrong.csv").write_text("a,day,name,y\n1,2024-01-01,b,2\n")
+    args = SimpleNamespace(target="y", batch_size=3, output_dir=tmp_path, by_order=True)
+    values = []
+    for name in ("t.parquet", "t.csv"):
+        args.table = str(tmp_path / name)
+        train, _ = table.load_data(args, SimpleNamespace(device="cpu"))
+        values.append(train.dataset.values)
+    assert torch.equal(*values)
+    args.table = str(tmp_path / "wrong.csv")
+    with pytest.raises(Exit, match=r"no numbers: day \(date32\[day\]\), name \(string\)"):
+        table.column_names(args)
+    args.table = str(tmp_path / "none.csv")
+    with pytest.raises(Exit, match=r"--table .*none.csv: "):
+        table.column_names(args)
+
+
 def test_by_order_the_last_tenth_of_a_table_is_the_test_set(tmp_path):
     """And only the rows before it are in the statistics."""
     import table

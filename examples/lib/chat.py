@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as tokens, by the chat template of a pretrained model's tokenizer."""
 
+import re
+import shutil
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import cached_file
 
 from ddp_cifar import RANK, exit_with_error, say
 from lib.json_lines import read_lines
 
-# Some templates tell the model today's date, which a resumed run has to repeat.
-DATE = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
+DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
 
 
 def add_chat_flags(parser):
@@ -34,54 +37,129 @@ def chat_tokenizer(args, accelerator):
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
         AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
+        name = "generation_config.json"  # it may name more tokens that end an answer
+        if path := cached_file(args.base, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(path, Path(args.output_dir, name))
     return tokenizer
 
 
-def read_chats(path, args, form, make_sample):
-    """Return `make_sample` of each line of JSON, without those for which it is None. Exit with an
-    error if a line has not this form, or if the chat template does not take it."""
-    samples = read_lines(path, path, form, make_sample)
-    kept = [sample for sample in samples if sample is not None]
-    found = f"{path}: {len(kept)} of {len(samples)} lines have an answer within --length"
-    if len(kept) * 9 // 10 < args.global_batch_size:
+def read_chats(path, args, form, make_samples):
+    """Return `make_samples` of all lines of JSON: a list for training, and one of the last tenth of
+    the lines, for the test. Lines without samples are left out. Exit with an error if a line has
+    not this form, or if the chat template does not take it."""
+    lines = read_lines(path, path, form, make_samples)
+    kept = [samples for samples in lines if samples]
+    found = f"{path}: {len(kept)} of {len(lines)} lines have an answer within --length"
+    train, test = kept[: len(kept) * 9 // 10], kept[len(kept) * 9 // 10 :]
+    if len(train) < args.global_batch_size:
         exit_with_error(f"{found}: the training set does not fill one batch")
-    if len(kept) < len(samples) and RANK == 0:
+    if len(kept) < len(lines) and RANK == 0:
         say(f"{found}, the others are left out")
-    return kept
+    return [[sample for samples in part for sample in samples] for part in (train, test)]
 
 
-def tokenized(tokenizer, messages, args, tools=None, first=0):
-    """Return (N, 2) int32: each token of a conversation, and its target, which is the next token if
-    that is of an answer (of message `first` or later) and of what ends it, or else -100. None if
-    there are no targets.
+def template_of(tokenizer, tools=None):
+    """Return the chat template of a tokenizer. Where it names today's date, in any form, it names a
+    fixed one: a resumed run has to have the same tokens."""
+    template = tokenizer.get_chat_template(tools=tools)
+    call = r"""strftime_now\(\s*(['"])(.*?)\1\s*\)"""
+    return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
 
-    Few templates mark the answers. So the text of an answer is found by rendering the conversation
-    up to it, as for generation, and with it: both must be what the whole begins with."""
 
-    template = DATE + tokenizer.get_chat_template(tools=tools)
+def with_text(message):
+    """Return a message whose content is a text: parts are joined. Beside tool calls it may be
+    missing. Raise an error for all else: each template would write it in its own way."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a message is {content!r:.80}, which is no text")
+    return {**message, "content": content}
 
-    def rendered(end, **options):
-        options |= {"tools": tools, "chat_template": template, "tokenize": False}
-        return tokenizer.apply_chat_template(messages[:end], **options)
 
-    whole = rendered(None)
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = torch.tensor(encoded["input_ids"])
-    begins = torch.tensor(encoded["offset_mapping"])[:, 0]
-    targets = torch.full_like(tokens, -100)
-    for index, message in enumerate(messages):
-        if index < first or message["role"] != "assistant":
-            continue
-        if index == 0:
-            raise ValueError("nothing comes before the answer")
-        prompt, answer = rendered(index, add_generation_prompt=True), rendered(index + 1)
-        if not (whole.startswith(answer) and answer.startswith(prompt)):
+def in_common(one, other):
+    """Return how many characters two texts have in common, up to their first difference."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+
+
+class Chat:
+    """A conversation, as its chat template writes it."""
+
+    def __init__(self, tokenizer, messages, tools):
+        self.tokenizer = tokenizer
+        self.messages = [with_text(message) for message in messages]
+        self.options = {"chat_template": template_of(tokenizer, tools), "tools": tools}
+        self.marks = re.search(r"\{%-?\s*generation\s*-?%\}", self.options["chat_template"])
+
+    def text(self, end=None, prompt=False):
+        """Return the text of the messages before `end`, with a `prompt` to go on."""
+        options = {**self.options, "tokenize": False, "add_generation_prompt": prompt}
+        return self.tokenizer.apply_chat_template(self.messages[:end], **options)
+
+    def answer(self, index):
+        """Return the text up to the end of an answer, and where in it the answer begins: where it
+        is no longer the prompt's. A prompt may open a thought that the answer has not."""
+        before, prompt, text = self.text(index), self.text(index, prompt=True), self.text(index + 1)
+        begin = in_common(prompt, text)
+        if begin < in_common(before, prompt):
             remedy = "name a file of one that keeps them by --chat-template"
-            raise ValueError(f"the chat template changes earlier turns: {remedy}")
-        own = (len(prompt) <= begins) & (begins < len(answer))
-        targets[own] = tokens[own]
-    sample = torch.stack([tokens[:-1], targets[1:]], dim=1)[: args.length].int()
-    return sample if (sample[:, 1] != -100).any() else None
+            raise ValueError(f"the chat template changes what comes before an answer: {remedy}")
+        return text, begin
+
+    def samples(self, answers):
+        """Return the samples with these answers."""
+        if self.marks:
+            return [self.marked_sample(answers[0])]
+        whole = self.text()
+        found = [self.answer(index) for index in answers]
+        if all(whole.startswith(text) for text, _ in found):
+            return [self.sample(whole, [(begin, len(text)) for text, begin in found])]
+        return [self.sample(text, [(begin, len(text))]) for text, begin in found]
+
+    def sample(self, text, spans):
+        """Return the tokens of a text, and those of these (begin, end) as targets: (N, 2) int32."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = torch.tensor(encoded["offset_mapping"])[:, 0]
+        own = [(begin <= begins) & (begins < end) for begin, end in spans]
+        return shifted(encoded["input_ids"], torch.stack(own).any(0))
+
+    def marked_sample(self, first):
+        """Return the same with the targets that the template marks, from an answer on."""
+        options = {**self.options, "return_dict": True, "return_assistant_tokens_mask": True}
+        options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+        encoded = self.tokenizer.apply_chat_template(self.messages, **options)
+        begins = torch.tensor(encoded["offset_mapping"])[:, 0]
+        begin = in_common(self.text(first, prompt=True), self.text())
+        own = torch.tensor(encoded["assistant_masks"]).bool() & (begin <= begins)
+        return shifted(encoded["input_ids"], own)
+
+
+def shifted(tokens, own):
+    """Return tokens, and the next one of each if that is its `own`, or else -100: (N, 2) int32."""
+    tokens = torch.tensor(tokens)
+    return torch.stack([tokens[:-1], tokens.where(own, -100)[1:]], dim=1).int()
+
+
+def samples_of(tokenizer, messages, args, tools=None, first=0):
+    """Return a list of (N, 2) int32: each token of a conversation, and its target, which is the
+    next token if that is of an answer (of message `first` or later) or of what ends it, or else
+    -100. Samples that have no target within --length are left out.
+
+    A template may mark answers, by {% generation %}. If it does not, and what follows an answer
+    changes it, such as where the reasoning of earlier turns is left out, each answer is a sample of
+    its own, with the turns before it: as the model is used."""
+    chat = Chat(tokenizer, messages, tools)
+    roles = [message["role"] for message in messages]
+    answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
+    if not answers:
+        raise ValueError(f"no message has the role assistant, but {', '.join(roles[first:])}")
+    if answers[0] == 0:
+        raise ValueError("nothing comes before the answer")
+    cut = [sample[: args.length] for sample in chat.samples(answers)]
+    return [sample for sample in cut if (sample[:, 1] != -100).any()]
 
 
 def padded(samples):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor
 
-from lib.chat import DATE
+from lib.chat import template_of, with_text
 from lib.generation import generate
 
 
@@ -23,7 +23,8 @@ def prompt_tokens(tokenizer, line, args):
     messages = line["prompt"]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    options = {"chat_template": DATE + tokenizer.get_chat_template(), "tokenize": False}
+    messages = [with_text(message) for message in messages]
+    options = {"chat_template": template_of(tokenizer), "tokenize": False}
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(tokens) > args.length:

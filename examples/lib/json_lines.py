@@ -7,17 +7,19 @@ from ddp_cifar import exit_with_error
 
 
 def read_lines(path, named, form, make):
-    """Return `make` of each line of a file. Exit with an error, in which the file is called
-    `named`, if it cannot be read, or if a line has not this form."""
-    made = []
+    """Return `make` of each line of a file that is not blank. Exit with an error, in which the file
+    is called `named`, if it cannot be read, or if a line has not this form."""
+    made, lines = [], 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
             for line in file:
-                made.append(make(json.loads(line)))
+                if line.strip():
+                    made.append(make(json.loads(line)))
+                lines += 1
     except OSError as error:
         exit_with_error(f"{named}: {error.strerror}")
     except Exception as error:  # chat templates raise many types
-        exit_with_error(f"{named}, line {len(made) + 1}: {error!r:.200}. Each line needs {form}")
+        exit_with_error(f"{named}, line {lines + 1}: {error!r:.200}. Each line needs {form}")
     return made
 
 

@@ -24,12 +24,23 @@ class Pairs(Dataset):
 
 
 def conversation(prompt, answer):
-    """Return the messages of a prompt and an answer."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    return [*prompt, *answer] if answer[0]["role"] == "assistant" else answer
+    """Return the messages of a prompt and an answer, each a text or a list of messages. The answer
+    may repeat the prompt, or its end."""
+    prompt, answer = messages_of(prompt, "user"), messages_of(answer, "assistant")
+    size = len(prompt)
+    if any(answer[i : i + size] == prompt for i in range(len(answer))):
+        return answer
+    repeated = next(n for n in range(size, -1, -1) if prompt[size - n :] == answer[:n])
+    if answer[repeated : repeated + 1] and answer[repeated]["role"] == "assistant":
+        return [*prompt, *answer[repeated:]]
+    raise ValueError("an answer begins with no message of the prompt, nor of the assistant")
+
+
+def messages_of(given, role):
+    messages = [{"role": role, "content": given}] if isinstance(given, str) else given
+    if not (isinstance(messages, list) and all(isinstance(x, dict) for x in messages)):
+        raise ValueError(f"{given!r:.80} is no text, and no list of messages")
+    return messages
 
 
 def log_probabilities(model, sequences):
