@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPConfig, CLIPModel
 
-from language_model import make_optimizer
-from lib.captions import Captioned, padded, tokenizer_of
+from lib.captions import Captioned, pad_captions, tokenizer_of
+from lib.fine_tuning import make_optimizer
 from lib.images import exit_if_missing
 from lib.json_lines import texts_of
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
@@ -50,7 +50,7 @@ def add_flags(parser):
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
     parser.add_argument("--captions", default="captions.jsonl", help="JSON lines (captions.jsonl)")
     parser.add_argument("--length", type=int, default=77, help="tokens of a caption, at most (77)")
-    parser.set_defaults(lr=1e-5, epochs=3)  # usual for pretrained weights
+    parser.set_defaults(lr=1e-5, epochs=3, clip_norm=1.0)  # usual for pretrained weights
 
 
 def load_data(args, accelerator):
@@ -66,12 +66,16 @@ def load_data(args, accelerator):
     train_set = Captioned(train, *common, crop)
     test_set = Captioned(rows[::every], *common, v2.Resize(size, bicubic), v2.CenterCrop(size))
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
-    options |= {"num_workers": 2, "persistent_workers": True, "collate_fn": padded}  # per process
+    options |= {
+        "num_workers": 2,
+        "persistent_workers": True,
+        "collate_fn": pad_captions,
+    }  # per process
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(test_set, **options)
 
 
-class Pairs(CLIPModel):
+class ImageTextModel(CLIPModel):
     """Takes pixels and tokens, and returns (B, 2, D): a product of an image's and a caption's
     embedding is their cosine, divided by the temperature."""
 
@@ -85,7 +89,7 @@ class Pairs(CLIPModel):
 
 def build_model(args):
     """Return the model, on the CPU. Its weights have the names of CLIPModel's."""
-    return Pairs.from_pretrained(args.base, dtype=torch.float32).train()
+    return ImageTextModel.from_pretrained(args.base, dtype=torch.float32).train()
 
 
 def compute_loss(model, batch, args):

@@ -29,9 +29,9 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms import v2
 
-from language_model import make_optimizer
-from lib.coco import Objects, average_precision, columns, result_rows
+from lib.coco import Objects, average_precision, images_and_targets, result_rows
 from lib.fcos import Detector, Head
+from lib.fine_tuning import make_optimizer
 
 
 def add_flags(parser):
@@ -44,13 +44,13 @@ def add_flags(parser):
     add("--size", type=int, default=800, help="longest side of an image in the model (800)")
     add("--resnet", type=int, choices=(18, 34, 50, 101, 152), default=50, help="layers (50)")
     add("--norm", choices=("batch", "group"), default="batch", help="batch (default): frozen")
-    parser.set_defaults(lr=1e-4, batch_size=4, epochs=12)
+    parser.set_defaults(lr=1e-4, batch_size=4, epochs=12, clip_norm=1.0)
 
 
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, targets), tuples of B, for training and test."""
     train_set = Objects(*args.train, args.classes, v2.RandomHorizontalFlip())
-    options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": columns}
+    options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": images_and_targets}
     options["pin_memory"] = torch.cuda.is_available()
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(Objects(*args.test, args.classes), **options)

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from language_model import make_optimizer
+from lib.fine_tuning import make_optimizer
 from lib.json_lines import texts_of
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
 from lib.pooling import pooled, pooling_of, save_pooling
@@ -50,7 +50,7 @@ def add_flags(parser):
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
     parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text, at most (128)")
-    parser.set_defaults(lr=2e-5, epochs=3)  # usual for pretrained weights
+    parser.set_defaults(lr=2e-5, epochs=3, clip_norm=1.0)  # usual for pretrained weights
 
 
 def load_data(args, accelerator):

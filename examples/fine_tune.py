@@ -24,7 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from language_model import compute_loss, make_optimizer
+from language_model import compute_loss
+from lib.fine_tuning import make_optimizer
 
 
 def add_flags(parser):
@@ -32,7 +33,9 @@ def add_flags(parser):
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
     parser.add_argument("--text", default="text.txt", help="a file (text.txt)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (128)")
-    parser.set_defaults(lr=1e-5, batch_size=8, epochs=3)  # usual for pretrained weights
+    parser.set_defaults(
+        lr=1e-5, batch_size=8, epochs=3, clip_norm=1.0
+    )  # usual for pretrained weights
 
 
 def load_data(args, accelerator):

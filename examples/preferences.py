@@ -28,7 +28,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, samples_of
+from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
 from lib.order import Ordered, by_length
 from lib.pairs import Pairs, Reference, conversation, log_probabilities
 from sft import build_model, make_optimizer
@@ -60,7 +60,7 @@ def load_data(args, accelerator):
 
     def collate(batch):
         *pairs, reference = zip(*batch, strict=True)
-        sequences = padded([sequence for pair in zip(*pairs, strict=True) for sequence in pair])
+        sequences = pad_chats([sequence for pair in zip(*pairs, strict=True) for sequence in pair])
         return sequences.unflatten(0, (-1, 2)), torch.stack(reference)
 
     form = '{"prompt": ..., "chosen": ..., "rejected": ...}'

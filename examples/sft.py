@@ -33,8 +33,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ddp_cifar import exit_with_error
-from lib.chat import add_chat_flags, chat_tokenizer, padded, read_chats, samples_of, token_losses
+from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of, token_losses
+from lib.fine_tuning import make_optimizer
 from lib.order import Ordered, by_length
 
 
@@ -57,7 +57,7 @@ def load_data(args, accelerator):
     train, test = read_chats(args.chats, args, form, samples)
     lengths = torch.tensor([len(x) for x in train])
     train_set = Ordered(train, args.seed, by_length, lengths, args.global_batch_size)
-    options = {"batch_size": args.batch_size, "collate_fn": padded}
+    options = {"batch_size": args.batch_size, "collate_fn": pad_chats}
     test_set = sorted(test, key=len)  # in an evaluation, the order does not matter
     return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)
 
@@ -75,16 +75,3 @@ def compute_loss(model, batch, args):
     """Return the mean loss of each chat's answers, and the number of their tokens as its weight."""
     counted = (batch[..., 1] != -100).sum(1)
     return {"loss": token_losses(model, batch).sum(1) / counted, "weight": counted}
-
-
-def make_optimizer(model, args, total_steps):
-    """Return the optimizer of what is trained, and the schedule of its learning rate, whose peak is
-    `--lr` at any batch size."""
-    trained = [x for x in model.parameters() if x.requires_grad]
-    if any(x.dtype == torch.bfloat16 for x in trained):
-        exit_with_error("--base-dtype bfloat16 would train in 16 bits: add lora to this copy")
-    optimizer = torch.optim.AdamW(trained, lr=args.lr)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
-    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, schedule(optimizer, peaks, total_steps + 1, **shape)

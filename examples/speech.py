@@ -8,14 +8,20 @@
 
 Wav files have 16 bits and 16 kHz; the toy ones have a tone for each letter. A line of a list has
 the path of a file, relative to the list's folder, a tab, and the text. An utterance has the same
-loss in any batch. test_wer and test_cer are the shares of wrong words and characters of the whole
-test set, by greedy decoding. On GPUs, the gradient of torch's CTC is not deterministic: a resumed
-run differs by rounding.
+loss in any batch. Those that are too short for their text have none; they are counted at the start.
+test_wer and test_cer are the shares of wrong words and characters of the whole test set, by greedy
+decoding. On GPUs, the gradient of torch's CTC is not deterministic: a resumed run differs by
+rounding. `python mine.py --transcribe a.wav`, with the flags of a run that has ended, prints the
+text of that file.
 
 Group: speech. Recipes: ddp, amp, sharded.
 """
 
+import sys
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -23,7 +29,16 @@ from torch.utils.data import DataLoader
 from ddp_cifar import exit_with_error
 from language_model import make_optimizer
 from lib.order import Ordered, by_length
-from lib.utterances import MELS, Utterances, padded, wrong_and_all
+from lib.utterances import (
+    MELS,
+    Utterances,
+    log_mel,
+    pad_utterances,
+    read_wav,
+    samples_in,
+    text_of,
+    wrong_and_all,
+)
 
 
 def add_flags(parser):
@@ -32,6 +47,7 @@ def add_flags(parser):
     add("--train", default="train.tsv", help="list: path, tab, text in each line (train.tsv)")
     add("--test", default="test.tsv", help="a list for evaluation (test.tsv)")
     add("--characters", default=" 'abcdefghijklmnopqrstuvwxyz", help="default: a-z, space and '")
+    add("--transcribe", metavar="PATH", help="print a wav file's text by the trained weights, exit")
     add("--width", type=int, default=256, help="of the model (256)")
     add("--layers", type=int, default=8, help="of the model (8)")
     parser.set_defaults(lr=5e-4)
@@ -39,9 +55,12 @@ def add_flags(parser):
 
 def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of batches of similar lengths."""
+    if args.transcribe:
+        print(transcribe(args))
+        sys.exit()
     train_set, test_set = (Utterances(x, args.characters) for x in (args.train, args.test))
     train_set = Ordered(train_set, args.seed, by_length, train_set.lengths, args.global_batch_size)
-    options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": padded}
+    options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": pad_utterances}
     return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)
 
 
@@ -71,6 +90,17 @@ class Recognizer(nn.Module):
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=behind)
         return self.last(x), lengths
+
+
+@torch.no_grad()
+def transcribe(args):
+    """Return the text of the wav file --transcribe, by the weights in --output-dir."""
+    samples_in(args.transcribe)  # exits with an error if it is another format
+    model = build_model(args).eval()
+    model.load_state_dict(load_file(Path(args.output_dir, "model.safetensors")))
+    spectra = log_mel(read_wav(args.transcribe))
+    logits, _ = model(spectra[None], torch.tensor([len(spectra)]))
+    return text_of(logits[0].argmax(1), args.characters)
 
 
 def build_model(args):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ddp_cifar import exit_with_error
-from language_model import make_optimizer
+from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
 from lib.rows import class_name, nonempty_text, read_rows
 
@@ -40,7 +40,8 @@ def add_flags(parser):
     add("--text", default="text", help="the column of texts (text)")
     add("--label", default="label", help="the column of labels (label)")
     add("--length", type=int, default=512, help="tokens of a text at most (512)")
-    parser.set_defaults(lr=2e-5, batch_size=32, epochs=3)  # usual for pretrained weights
+    # Usual for pretrained weights.
+    parser.set_defaults(lr=2e-5, batch_size=32, epochs=3, clip_norm=1.0)
 
 
 def rows_of(path, args):

@@ -190,7 +190,7 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
     for size in (1, 2, 4):
         losses, weights = [], []
         for begin in range(0, 4, size):
-            values = sft.compute_loss(model, chat.padded(samples[begin : begin + size]), ARGS)
+            values = sft.compute_loss(model, chat.pad_chats(samples[begin : begin + size]), ARGS)
             losses.append((values["loss"] * values["weight"]).mean())
             weights.append(values["weight"].double().mean())
         loss = torch.stack(losses).mean() / torch.stack(weights).mean()
@@ -221,7 +221,7 @@ def test_dpo_is_the_papers_loss_and_gradient(model, tokenizer):
         losses.append(torch.log1p(torch.exp(-margin)))
         share = ARGS.beta / (1 + torch.exp(margin))
         gradients.append(-share * gradient(model, chosen - rejected).detach())
-    sequences = chat.padded([x for pair in pairs for x in pair]).unflatten(0, (2, 2))
+    sequences = chat.pad_chats([x for pair in pairs for x in pair]).unflatten(0, (2, 2))
     ours = [[by_hand(model, sample).sum().item() for sample in pair] for pair in pairs]
     values = preferences.compute_loss(model, (sequences, reference), ARGS)
     torch.testing.assert_close(values["loss"].double(), torch.stack(losses), rtol=1e-5, atol=1e-5)
@@ -259,7 +259,7 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     sequences, reference = next(iter(test))
     assert reference.shape == (1, 2)
     both = CHATS[1], [*PROMPT, OTHER]
-    expected = chat.padded([tokenized(tokenizer, x, ARGS, first=3) for x in both])
+    expected = chat.pad_chats([tokenized(tokenizer, x, ARGS, first=3) for x in both])
     assert torch.equal(sequences[0], expected)
     trained = [tokenizer.decode(x[x != -100]) for x in sequences[0, :, :, 1]]
     assert trained == ["Yes,\n\nI am<|end|>\n", "no<|end|>\n"]

@@ -15,6 +15,7 @@ import torch
 from composed import make
 from conftest import ROUNDING_FLOAT32, forked
 from PIL import Image
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
@@ -79,18 +80,18 @@ def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection):
         labelled((40, 40), (2, 5, 12, 15), (20, 20, 40, 40), (1, 1, 39, 39)),
         labelled((30, 60)),
     ]
-    columns = coco.columns(batch)
+    columns = coco.images_and_targets(batch)
     values = detection.compute_loss(model, columns, None)
     for i, one in enumerate(batch):
-        alone = detection.compute_loss(model, coco.columns([one]), None)
-        expected = reference(*map(list, coco.columns([one])))
+        alone = detection.compute_loss(model, coco.images_and_targets([one]), None)
+        expected = reference(*map(list, coco.images_and_targets([one])))
         assert values["weight"][i] == alone["weight"]
         assert_close(values["loss"][i], alone["loss"][0])
         assert_close(alone["loss"][0], sum(expected.values()))
     assert values["weight"][3] == 1 and values["weight"][:3].sum() > 5
-    values = detection.compute_loss(model, coco.columns(batch[:3]), None)
+    values = detection.compute_loss(model, coco.images_and_targets(batch[:3]), None)
     loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
-    expected = sum(reference(*map(list, coco.columns(batch[:3]))).values())
+    expected = sum(reference(*map(list, coco.images_and_targets(batch[:3]))).values())
     assert_close(loss, expected)
     shared = [*model.backbone.parameters()]
     gradients = (torch.autograd.grad(x, shared) for x in (loss, expected))
@@ -100,7 +101,7 @@ def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection):
 
 def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(detection):
     model, reference = both_models()
-    batch = coco.columns([labelled((50, 64), (3, 4, 30, 40)), labelled((64, 31))])
+    batch = coco.images_and_targets([labelled((50, 64), (3, 4, 30, 40)), labelled((64, 31))])
     torch.nn.init.constant_(model.head.regression_head.bbox_reg.bias, 1.0)  # boxes have an area
     reference.load_state_dict(model.state_dict())
     trained = detection.compute_loss(model, batch, None)
@@ -290,7 +291,7 @@ def test_an_utterance_has_the_same_scores_in_any_batch(speech, evaluated):
     model = speech.Recognizer(32, 2, 5).eval()
     sequences = [(torch.randn(n, 80), torch.arange(1, 3)) for n in (41, 97, 7, 160)]
     with torch.set_grad_enabled(not evaluated):
-        spectra, lengths, _, _ = utterances.padded(sequences)
+        spectra, lengths, _, _ = utterances.pad_utterances(sequences)
         together, counts = model(spectra, lengths)
         for i, (one, _) in enumerate(sequences):
             alone, count = model(one[None], torch.tensor([len(one)]))
@@ -319,6 +320,38 @@ def test_the_loss_is_that_of_all_alignments(speech):
     assert values["loss"][3] == 0 < values["loss"][:3].min()
 
 
+def test_utterances_that_are_too_short_are_those_without_an_alignment(tmp_path, capsys):
+    for text in ("", "a", "ab", "aa", "aab", "abab", "aabb"):
+        for samples in range(0, 5000, 160):
+            outputs = math.ceil(len(utterances.log_mel(torch.zeros(samples))) / 4)
+            numbers = torch.tensor([" ab".index(x) for x in text]).long()
+            scores = torch.zeros(outputs, 1, 3).log_softmax(2)
+            loss = F.ctc_loss(scores, numbers[None], [outputs], [len(text)], reduction="sum")
+            assert utterances.is_too_short(text, samples) == math.isinf(loss)
+    written(tmp_path / "short.wav", numpy.zeros((1600, 1)))
+    written(tmp_path / "long.wav", numpy.zeros((16000, 1)))
+    (tmp_path / "list.tsv").write_text("long.wav\tabb\nshort.wav\tabb\n")
+    utterances.Utterances(tmp_path / "list.tsv", "ab")
+    told = (
+        f"list.tsv: 1 of 2 are too short for their text: they teach nothing, such as {tmp_path}/sh"
+    )
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_is_transcribed_by_the_saved_weights(speech, tmp_path):
+    torch.manual_seed(0)
+    args = SimpleNamespace(width=32, layers=1, characters=" abc", output_dir=tmp_path)
+    args.transcribe = tmp_path / "a.wav"
+    samples = numpy.random.default_rng(0).integers(-9999, 9999, (32000, 1))
+    written(args.transcribe, samples)
+    model = speech.build_model(args).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    spectra = utterances.log_mel(torch.tensor(samples[:, 0] / 32768).float())
+    logits, _ = model(spectra[None], torch.tensor([len(spectra)]))
+    path = [x for x, _ in itertools.groupby(logits[0].argmax(1).tolist()) if x]
+    assert speech.transcribe(args) == "".join(" abc"[x - 1] for x in path) != ""
+
+
 @functools.cache
 def distance(one, other):
     if not (one and other):
@@ -338,7 +371,7 @@ def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
         lengths = torch.tensor([12, 9, 12, 4])
         numbers = [torch.tensor([1 + " abc".index(x) for x in text]).long() for text in texts]
         spectra = [torch.zeros(1, 80)] * 4
-        _, _, padded, sizes = utterances.padded(list(zip(spectra, numbers, strict=True)))
+        _, _, padded, sizes = utterances.pad_utterances(list(zip(spectra, numbers, strict=True)))
         logits = F.one_hot(torch.tensor(paths), 5).float()
         with torch.no_grad():
             batch = None, lengths, padded, sizes

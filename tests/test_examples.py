@@ -1,6 +1,7 @@
 """What the examples compute, against independent references. That their copies train:
 test_adapting.py."""
 
+import argparse
 import importlib
 import json
 from copy import deepcopy
@@ -327,6 +328,42 @@ def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     assert {name: (x.shape, x.dtype) for name, x in shapes.items()} == {
         name: (x.shape, x.dtype) for name, x in expected.items()
     }
+
+
+FINE_TUNED = ["sft", "preferences", "fine_tune", "text_classification", "embeddings", "clip"]
+
+
+@pytest.mark.parametrize("name", [*FINE_TUNED, "detection"])
+def test_pretrained_weights_are_trained_with_the_fields_defaults(name):
+    example, fine_tuning = imported(name, "lib.fine_tuning")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clip-norm", type=float)
+    example.add_flags(parser)
+    assert parser.get_default("clip_norm") == 1
+    assert example.make_optimizer is fine_tuning.make_optimizer
+
+
+def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_warm_up():
+    transformers, fine_tuning = imported("transformers", "lib.fine_tuning")
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    for kind in ("Llama", "Bert"):
+        config = getattr(transformers, f"{kind}Config")(intermediate_size=8, **size)
+        model = getattr(transformers, f"{kind}Model")(config)
+        expected = transformers.Trainer.get_decay_parameter_names(None, model)
+        optimizer, _ = fine_tuning.make_optimizer(model, SimpleNamespace(lr=1), 9)
+        names = {x: name for name, x in model.named_parameters()}
+        decay, none = ([names[x] for x in group["params"]] for group in optimizer.param_groups)
+        assert sorted(decay) == sorted(expected) and len(decay) + len(none) == len(names)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
+    for steps in (1, 2, 9, 16, 99, 1000):
+        optimizer, schedule = fine_tuning.make_optimizer(model, SimpleNamespace(lr=1), steps)
+        rates = []
+        for _ in range(steps):
+            rates.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        assert rates.index(max(rates)) <= 0.1 * steps
+    assert rates.index(max(rates)) >= 0.03 * steps and max(rates) > 0.99 and rates[-1] < 0.01
 
 
 @pytest.mark.parametrize("name", ["language_model", "diffusion", "gan"])

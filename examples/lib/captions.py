@@ -50,7 +50,7 @@ class Captioned(Dataset):
         return self.transform(image), torch.tensor(self.tokenize(caption)["input_ids"])
 
 
-def padded(batch):
+def pad_captions(batch):
     """Return (B, 3, H, W) float32, and (B, longest) int64 with -100 behind the shorter captions."""
     pixels, tokens = zip(*batch, strict=True)
     return torch.stack(pixels), nn.utils.rnn.pad_sequence(tokens, True, padding_value=-100)

@@ -25,6 +25,7 @@ def add_chat_flags(parser):
     parser.add_argument("--base-dtype", help="bfloat16: with lora (float32)", **precisions)
     parser.add_argument("--chat-template", metavar="PATH", help="(that of --base)")
     parser.add_argument("--length", type=int, default=1024, help="most tokens of a chat (1024)")
+    parser.set_defaults(clip_norm=1.0)
 
 
 def chat_tokenizer(args, accelerator):
@@ -162,7 +163,7 @@ def samples_of(tokenizer, messages, args, tools=None, first=0):
     return [sample for sample in cut if (sample[:, 1] != -100).any()]
 
 
-def padded(samples):
+def pad_chats(samples):
     """Return (B, longest, 2) int64, with -100 behind the shorter ones."""
     return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100).long()
 

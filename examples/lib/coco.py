@@ -84,7 +84,7 @@ class Objects(Dataset):
         return self.transform(pixels, target)
 
 
-def columns(batch):
+def images_and_targets(batch):
     """Return a tuple of images, which have different sizes, and one of targets."""
     return tuple(zip(*batch, strict=True))
 

@@ -3,6 +3,7 @@
 
 import math
 import wave
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
@@ -10,33 +11,45 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddp_cifar import exit_with_error
+from ddp_cifar import RANK, exit_with_error, say
 
 RATE, WINDOW, HOP, MELS = 16000, 400, 160, 80  # samples per second, of 25 ms, of 10 ms; bands
+SHORTENED = 4  # spectra for one output of the model
 
 
 def read_list(path, characters):
     """Return [(path of a wav file, its text, its number of samples)] of a file with a line for
     each: the path, from the folder of the list, a tab, and the text."""
     rows = []
-    for line in Path(path).read_text("utf-8").splitlines():
+    for line in Path(path).read_text("utf-8-sig").splitlines():
         name, tab, text = line.partition("\t")
         if not tab:
             exit_with_error(f"{path} needs lines of a path, a tab and a text, not {line!r:.80}")
         if unknown := "".join(sorted({*text} - {*characters})):
             exit_with_error(f"argument --characters: {path} also has {unknown!r}, in {text!r:.80}")
         file = Path(path).parent / name
-        try:
-            with wave.open(str(file)) as opened:
-                found = opened.getsampwidth() * 8, opened.getframerate()
-                samples = opened.getnframes()
-        except (wave.Error, EOFError) as error:
-            found = str(error) or "empty"
-        if found != (16, RATE):
-            remedy = f"ffmpeg -i {name} -ar {RATE} -c:a pcm_s16le new.wav"
-            exit_with_error(f"{file} is not a wav file of 16 bits and {RATE} Hz, {found}: {remedy}")
-        rows.append((file, text, samples))
+        rows.append((file, text, samples_in(file)))
     return rows
+
+
+def samples_in(path):
+    """Return the number of samples of a wav file. Exit with an error if it has another format."""
+    try:
+        with wave.open(str(path)) as file:
+            found = file.getsampwidth() * 8, file.getframerate()
+            samples = file.getnframes()
+    except (wave.Error, EOFError) as error:
+        found = str(error) or "empty"
+    if found != (16, RATE):
+        remedy = f"ffmpeg -i {path} -ar {RATE} -c:a pcm_s16le new.wav"
+        exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz, {found}: {remedy}")
+    return samples
+
+
+def is_too_short(text, samples):
+    """Return whether CTC cannot write a text: between equal characters it needs an output more."""
+    outputs = math.ceil((1 + samples // HOP) / SHORTENED)
+    return outputs < len(text) + sum(one == other for one, other in pairwise(text))
 
 
 def read_wav(path):
@@ -75,6 +88,12 @@ class Utterances(Dataset):
 
     def __init__(self, path, characters):
         self.rows = sorted(read_list(path, characters), key=lambda row: row[2])
+        short = [str(file) for file, text, samples in self.rows if is_too_short(text, samples)]
+        if short and RANK == 0:
+            found = (
+                f"{len(short)} of {len(self.rows)} are too short for their text: they teach nothing"
+            )
+            say(f"{path}: {found}, such as {short[0]}")
         self.lengths = torch.tensor([samples for _, _, samples in self.rows])
         self.characters = characters
 
@@ -87,8 +106,8 @@ class Utterances(Dataset):
         return log_mel(read_wav(path)), torch.tensor(numbers, dtype=torch.int64)
 
 
-def padded(batch):
-    """Return (B, T, MELS) and (B,), (B, N) and (B,): two lists of sequences, and their lengths."""
+def pad_utterances(batch):
+    """Return (B, T, MELS) and (B,), (B, N) and (B,): spectra and texts, and their lengths."""
     columns = zip(*batch, strict=True)
     pad = nn.utils.rnn.pad_sequence
     pairs = [(pad(x, batch_first=True), torch.tensor([*map(len, x)])) for x in columns]
@@ -106,14 +125,20 @@ def edits(one, other):
     return row[-1]
 
 
+def text_of(outputs, characters):
+    """Return the text of the outputs with the highest scores, (T,) int64, by greedy decoding."""
+    return "".join(characters[i - 1] for i in outputs.unique_consecutive().tolist() if i)
+
+
 def wrong_and_all(best, lengths, texts, sizes, characters):
     """Return (B, 4) int64: an utterance's wrong words, all words, wrong characters, and all. `best`
     are the outputs with the highest scores, of which each utterance has the first `lengths`."""
     best, lengths, texts, sizes = (x.cpu() for x in (best, lengths, texts, sizes))
     rows = []
-    for x, length, text, size in zip(best, lengths, texts, sizes, strict=True):
-        pair = text[:size], x[:length].unique_consecutive()
-        read, said = ("".join(characters[i - 1] for i in x.tolist() if i) for x in pair)
-        words = read.split()
-        rows.append([edits(words, said.split()), len(words), edits(read, said), len(read)])
+    for outputs, length, numbers, size in zip(best, lengths, texts, sizes, strict=True):
+        reference = "".join(characters[i - 1] for i in numbers[:size].tolist())
+        hypothesis = text_of(outputs[:length], characters)
+        words = reference.split()
+        wrong = edits(words, hypothesis.split()), edits(reference, hypothesis)
+        rows.append([wrong[0], len(words), wrong[1], len(reference)])
     return torch.tensor(rows)
