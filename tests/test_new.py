@@ -81,6 +81,8 @@ def test_what_a_copy_does_not_use_is_removed(make, tmp_path):
         assert name in REFERENCE.read_text() or name == "import F\n"
         assert name not in text
     assert "def set_up(" in text
+    make("new", "gan.py", "gan")  # it keeps the recipe's `add_flags`
+    assert '"--data"' in (text := (tmp_path / "gan.py").read_text()) and '"--stem"' not in text
 
 
 def test_an_example_added_later_makes_the_same_copy(make, tmp_path):
@@ -261,6 +263,9 @@ def test_add_removes_nothing_and_names_the_imports_that_are_not_used_any_more(ma
     text = path.read_text()
     for line in ("import antigravity\n", "import torchvision\n", "class ImageTensors("):
         assert line in text
+    make("new", "other.py")
+    make("add", "other.py", "embeddings")  # which names some functions of language_model
+    assert "LlamaConfig" not in (tmp_path / "other.py").read_text()
 
 
 NEW = "\n\ndef add_flags("  # where an owner's own definitions are
