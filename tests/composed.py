@@ -25,6 +25,7 @@ SMALLER = {
     "contrastive": [("(64, 128, 256)", "(8, 16, 32)"), ("256 * 16, 256", "32 * 16, 256")],
     "diffusion": [("width=64", "width=16"), ("steps=50", "steps=5")],
     "gan": [("width=32", "width=8")],
+    "text_to_image": [('output_type="pt"', 'output_type="pt", num_inference_steps=2')],
     "detection": FCOS,
     "segmentation": [("[3, 32, 64, 128]", "[3, 32, 32, 32]")],
 }

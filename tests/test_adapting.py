@@ -28,6 +28,7 @@ ADDED = {
     "embeddings": ["lora"],
     "sft": ["lora"],
     "grpo": ["lora"],
+    "text_to_image": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
@@ -40,7 +41,7 @@ IN_ALL_RECIPES = {"photos", "language_model"}
 # tests of their own train them.
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
 OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo", "fast_cifar"}
-OF_ANOTHER_TASK |= {"token_classification", "masked_lm", "reranker"}
+OF_ANOTHER_TASK |= {"token_classification", "masked_lm", "reranker", "text_to_image"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -59,6 +60,7 @@ FLAGS_OF = {
     "mixture": ["--length", "32"],
     "embeddings": ["--length", "32", "--lr", "1e-3"],
     "clip": ["--length", "16", "--lr", "1e-3"],
+    "text_to_image": ["--epochs", "1"],
     "vit": ["--layers", "2", "--lr", "1e-4"],
     "text_classification": ["--length", "32"],
     "sft": ["--base-dtype", "bfloat16"],

@@ -203,6 +203,36 @@ def captions(folder):
     clip(folder)
 
 
+def painter(folder):
+    """Images with captions as an image folder of datasets, and a tiny Stable Diffusion."""
+    import diffusers
+    import transformers
+
+    captions(folder)
+    rows = [json.loads(x) for x in (folder / "captions/captions.jsonl").read_text().splitlines()]
+    rows = [{"file_name": row["image"], "text": row["caption"]} for row in rows]
+    write_json_lines(folder / "captions/metadata.jsonl", rows)
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    size = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 16}
+    attention = {"cross_attention_dim": 64, "attention_head_dim": 8}
+    unet = {"down_block_types": down, "up_block_types": up, **size, **attention}
+    coder = {"down_block_types": ["DownEncoderBlock2D"] * 2}
+    coder["up_block_types"] = ["UpDecoderBlock2D"] * 2
+    text = transformers.CLIPTextConfig.from_pretrained(folder / "clip")
+    cut = {"model_max_length": text.max_position_embeddings}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "clip", **cut)
+    diffusers.StableDiffusionPipeline(
+        vae=diffusers.AutoencoderKL(**coder, **size),
+        text_encoder=transformers.CLIPTextModel(text),
+        tokenizer=tokenizer,
+        unet=diffusers.UNet2DConditionModel(**unet),
+        scheduler=diffusers.DDPMScheduler(steps_offset=1, clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder / "painter")
+
+
 # -------------------------------------------------------------------------------------------- texts
 def text(folder):
     """A text in English, a text in Python, and a Llama."""
@@ -349,7 +379,7 @@ def table(folder, rows=20000):
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "table.parquet")
 
 
-ALL = photos, rare, shards, boxes, masks, captions
+ALL = photos, rare, shards, boxes, masks, captions, painter
 ALL += text, chats, preferences, prompts, pairs, queries, labels, lines, entities, translations
 ALL += speech, table
 KINDS = {kind.__name__: kind for kind in ALL}

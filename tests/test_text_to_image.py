@@ -1,0 +1,154 @@
+"""What text_to_image computes, and that diffusers loads it. That its copies train the same in every
+way: test_adapting.py."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toy
+from composed import make
+from conftest import train_forked
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("diffusers", reason="no diffusers for these versions")
+pytestmark = pytest.mark.slow
+
+IMPORTS = ["peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
+IMPORTS += ["diffusers.models.unets.unet_2d_condition", "transformers.models.clip.modeling_clip"]
+
+
+def imported(*names):
+    """Return modules that take seconds. Imported above, they would also for other files' tests."""
+    return [importlib.import_module(name) for name in names]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of a tiny Stable Diffusion, with images beside it: 32 of them."""
+    path = tmp_path_factory.mktemp("toy")
+    toy.make("painter", path)
+    rows = path / "captions/metadata.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:32]))
+    return path / "painter"
+
+
+@pytest.fixture
+def args(base):
+    sizes = {"size": 32, "batch_size": 5}
+    return SimpleNamespace(base=str(base), images=str(base.parent / "captions"), **sizes)
+
+
+def test_images_and_captions_are_encoded_as_their_models_do(base, args):
+    """Each alone, by the models themselves."""
+    diffusers, transformers, latents = imported("diffusers", "transformers", "lib.latents")
+    rows = [(f"{i}.png", f"{'a ' * i}red ellipse") for i in range(7)]
+    means, deviations, texts = latents.encode(rows, args, "cpu")
+    vae = diffusers.AutoencoderKL.from_pretrained(base, subfolder="vae")
+    model = transformers.CLIPTextModel.from_pretrained(base, subfolder="text_encoder")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base, subfolder="tokenizer")
+    for i, (name, caption) in enumerate(rows):
+        image = Image.open(base.parent / "captions" / name)
+        pixels = torch.tensor(list(image.tobytes())).view(1, 32, 32, 3).permute(0, 3, 1, 2)
+        with torch.no_grad():
+            exact = vae.encode(pixels / 127.5 - 1).latent_dist
+            tokens = tokenizer(caption, padding="max_length", return_tensors="pt").input_ids
+            text = model(tokens)[0]
+        scale = vae.config.scaling_factor
+        torch.testing.assert_close(means[i], exact.mean[0] * scale, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(deviations[i], exact.std[0] * scale, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(texts[i], text[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_noise_and_target_are_those_of_the_formula(kind):
+    """Of arXiv:2006.11239, equation 4, and arXiv:2202.00512, section 4: a sample's random numbers
+    are the same whenever it is read after the same seed."""
+    diffusers, latents = imported("diffusers", "lib.latents")
+    scheduler = diffusers.DDPMScheduler(prediction_type=kind)
+    mean, deviation, texts = torch.randn(3, 4, 8, 8), torch.rand(3, 4, 8, 8), torch.randn(3, 5, 2)
+    samples = latents.Noisy([mean, deviation, texts], scheduler)
+    assert len(samples) == 3
+    betas = torch.linspace(0.0001, 0.02, 1000, dtype=torch.float64)
+    for seed in range(9):
+        torch.manual_seed(seed)
+        noisy, time, text, target = samples[1]
+        torch.manual_seed(seed)
+        clean = (mean[1] + deviation[1] * torch.randn(4, 8, 8)).double()
+        noise = torch.randn(4, 8, 8).double()
+        share = (1 - betas[: time + 1]).prod()
+        expected = share.sqrt() * clean + (1 - share).sqrt() * noise
+        velocity = share.sqrt() * noise - (1 - share).sqrt() * clean
+        torch.testing.assert_close(noisy.double(), expected, rtol=1e-4, atol=1e-4)
+        exact = noise if kind == "epsilon" else velocity
+        torch.testing.assert_close(target.double(), exact, rtol=1e-4, atol=1e-4)
+        assert text.equal(texts[1])
+
+
+def answer(model):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 500]), torch.randn(2, 7, 64)
+    with torch.no_grad():
+        return model.eval()(*inputs, return_dict=False)[0]
+
+
+def assert_loads_adapter(directory, args):
+    """The pipeline's answers are those of the trained model in a run's directory."""
+    diffusers, lora, text_to_image = imported("diffusers", "lora", "text_to_image")
+    trained = lora.with_lora(text_to_image.build_model(args))
+    before = answer(trained)
+    trained.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(args.base)
+    torch.testing.assert_close(answer(pipeline.unet), before)
+    pipeline.load_lora_weights(directory)
+    torch.testing.assert_close(answer(pipeline.unet), answer(trained))
+    assert not torch.allclose(answer(trained), before, rtol=1e-3)
+
+
+def test_diffusers_loads_what_is_saved_an_adapter_or_the_whole_model(args, tmp_path):
+    diffusers, lora, text_to_image = imported("diffusers", "lora", "text_to_image")
+    args.output_dir = str(tmp_path)
+    main = SimpleNamespace(is_main_process=True)
+    model = text_to_image.build_model(args)
+    for parameter in model.parameters():
+        parameter.data += 0.01
+    whole = {name: x.clone() for name, x in model.state_dict().items()}
+    save_file(whole, tmp_path / "model.safetensors")
+    text_to_image.save_for_diffusers(main, model, args)
+    loaded = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "unet")
+    torch.testing.assert_close(loaded.state_dict(), whole, rtol=0, atol=0)
+
+    model = lora.with_lora(text_to_image.build_model(args))
+    adapter = {
+        name: torch.randn_like(x) for name, x in model.state_dict().items() if "lora_" in name
+    }
+    save_file(adapter, tmp_path / "model.safetensors")
+    text_to_image.save_for_diffusers(main, model, args)
+    assert_loads_adapter(tmp_path, args)
+
+
+@pytest.mark.twin
+def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
+    make(script := tmp_path / "mine.py", "ddp", "text_to_image", "lora")
+    flags = ["--cpu", "--base", base, "--images", args.images, "--size", 32, "--batch-size", 8]
+    flags += ["--prompt", "a red ellipse on blue", "--lr", 1e-2, "--max-steps", 3]
+    (run,) = train_forked(tmp_path, (2, script, flags), imports=IMPORTS)
+    assert_loads_adapter(run.directory, args)
+    with Image.open(run.directory / "samples-00000003.png") as image:
+        assert image.size == (4 * 34 + 2, 36)
+
+
+def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch):
+    """Of the same images and captions. Of others it encodes again."""
+    (latents,) = imported("lib.latents")
+    accelerator = SimpleNamespace(is_main_process=True, device="cpu")
+    accelerator.main_process_first = lambda: torch.no_grad()
+    calls = []
+    monkeypatch.setattr(
+        latents, "encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
+    )
+    args.output_dir = str(tmp_path)
+    for rows, expected in (([("0.png", "a")], 1), ([("0.png", "a")], 1), ([("0.png", "b")], 2)):
+        assert latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
+        assert len(calls) == expected
