@@ -22,7 +22,7 @@ With lora, `StableDiffusionPipeline.from_pretrained(base).load_lora_weights("run
 adapter. Without it all of the U-Net is trained, and `from_pretrained(base, unet=
 UNet2DConditionModel.from_pretrained("runs/mine/unet"))` is the pipeline.
 
-Group: vision. Recipes: ddp, amp, sharded.
+Group: vision. Recipes: ddp.
 """
 
 import shutil
