@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -277,3 +278,18 @@ def test_the_pages_show_the_results():
         assert make_results.filled(page.read_text()) == page.read_text(), "run make results"
     published = (make_results.RESULTS / "accuracy.md").read_text()
     assert published == make_results.accuracy_table(make_results.RESULTS / "accuracy")
+
+
+def test_the_table_of_other_scripts_is_that_of_their_results():
+    others = load("benchmarks/others.py")
+    content = json.loads((make_results.RESULTS / "others.json").read_text())
+    assert (make_results.RESULTS / "others.md").read_text() == others.table(content)
+    assert content["results"].keys() == others.SCRIPTS.keys()
+    for tests in content["results"].values():
+        assert max(map(len, tests.values())) <= 2 and tests.keys() == others.TESTS.keys()
+    [seen] = set(content["results"]["run_glue_no_trainer.py"]["killed_and_resumed"])
+    never, of = re.search(r"(\d+) of (\d+) samples not seen", seen).groups()
+    assert f"leaves out {never} of {of} samples" in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
+    assert {*content["results"]["ours.py"]["killed_in_a_save"]} == {"resumes; the same weights"}

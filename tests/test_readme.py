@@ -26,6 +26,7 @@ NAMES = ["README.md", "CONTRIBUTING.md"]
 NAMES += [
     f"docs/{name}.md" for name in ("running", "failures", "clusters", "adapting", "data", "porting")
 ]
+NAMES += ["docs/compared.md", "CHANGELOG.md"]
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, CONTRIBUTING, RUNNING, FAILURES, CLUSTERS, ADAPTING, *_ = PAGES.values()
 EVERYTHING = "\n".join(PAGES.values())
@@ -37,7 +38,8 @@ OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --si
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
 OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
-OTHERS += "--index-url --exclude"
+OTHERS += "--index-url --exclude --tuned --chat --enable_jit_checkpoint "
+OTHERS += "--resume_from_checkpoint"
 
 
 def section(page, title):

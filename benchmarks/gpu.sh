@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# What one GPU can tell in 12 minutes, the most valuable first, into runs/gpu:
+#
+#     CIFAR10_DIR=data bash benchmarks/gpu.sh
+#     bash benchmarks/gpu.sh --dry    # the same commands on a CPU, with little work
+#
+# CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install
+# transformers jinja2`, and no network. OUT= names another folder, PYTHON= another interpreter. Each
+# step has a limit in seconds. Its output is in NAME.txt; steps.txt has exit codes and seconds.
+# shellcheck disable=SC2086  # flags are words
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
+DATA="--data synthetic" SLOW=1
+[ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
+FAST="$DATA --epochs 55 --compile --log-every 50" LARGE=1024 HALF=512
+SHORT="--data synthetic --max-steps 90 --log-every 30" SIZES="128 512"
+SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
+BENCH="--rounds 1 --steps 30 --minutes 4" TESTS=-q
+CHATS="--batch-size 4 --length 1024 --max-steps 20 --log-every 5 --precision bf16"
+if [ "${1:-}" = --dry ]; then
+    export TORCH_COMPILE_DISABLE=1 TESTS=--collect-only
+    FAST="--cpu --data synthetic --model simple_cnn --max-steps 2 --log-every 1" LARGE=32 HALF=16
+    SHORT=$FAST SIZES=8 SLOW=10 CHATS="--batch-size 2 --length 16 --max-steps 2 --log-every 1 --cpu"
+    SHAPE="'hidden_size': 64, 'num_hidden_layers': 1, 'num_attention_heads': 2"
+    BENCH="--rounds 1 --steps 1 --batch-size 8 --model simple_cnn --processes 1"
+fi
+step() {  # step NAME LIMIT COMMAND
+    local began=$SECONDS
+    timeout --kill-after 30 $(($2 * SLOW)) "${@:3}" > "$OUT/$1.txt" 2>&1
+    echo "$1: exit code $?, $((SECONDS - began)) s" | tee -a "$OUT/steps.txt"
+}
+train() {  # train NAME LIMIT COPY FLAGS
+    step "$1" "$2" "$PYTHON" "$OUT/$3.py" --output-dir "$OUT/$1" "${@:4}"
+}
+mkdir -p "$OUT"
+for example in fast_cifar "fast_cifar ema" sft; do
+    step "new $example" 20 "$PYTHON" tools/new.py new "$OUT/${example/ /_}.py" --recipe amp --with $example
+done
+sed 's/\(cudnn.benchmark = \).*/\1True/' recipes/ddp_cifar.py > "$OUT/on.py"
+sed 's/\(cudnn.benchmark = \).*/\1False/' recipes/ddp_cifar.py > "$OUT/off.py"
+step tests 120 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
+train fast 240 fast_cifar $FAST --batch-size $LARGE
+step bench 200 "$PYTHON" benchmarks/bench.py $BENCH --output-dir "$OUT/bench" --recipes plain_ddp \
+    'plain_ddp --tuned' 'amp_cifar --compile' 'plain_ddp --tuned fp32' 'ddp_cifar --compile'
+for size in $SIZES; do
+    train "cudnn-on-$size" 40 on $SHORT --batch-size "$size"
+    train "cudnn-off-$size" 40 off $SHORT --batch-size "$size"
+done
+(cd "$OUT" && step chats 90 "$PYTHON" -c "
+import json, runpy, sys, transformers
+sys.argv = ['toy.py', 'chats']
+runpy.run_path('$TOOLS/toy.py', run_name='__main__')
+shape = {'vocab_size': 128256, 'intermediate_size': 8192, 'tie_word_embeddings': True, $SHAPE}
+transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained('toy/llama')
+chat = [{'role': x, 'content': 'word ' * n} for x, n in (('user', 1), ('assistant', 1024))]
+open('chats.jsonl', 'w').write((json.dumps({'messages': chat}) + '\n') * 200)")
+train sft 120 sft $CHATS --base "$OUT/toy/llama" --chats "$OUT/chats.jsonl"
+train fast-512 240 fast_cifar $FAST --batch-size $HALF
+train fast-ema 240 fast_cifar_ema $FAST --batch-size $LARGE
