@@ -15,7 +15,6 @@ To make this file yours, replace `add_flags`, `load_data`, `build_model`, `model
 
 import argparse
 import faulthandler
-import gc
 import json
 import math
 import os
@@ -30,11 +29,10 @@ import threading
 import time
 import traceback
 import zipfile
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from collections import OrderedDict
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -168,7 +166,8 @@ def evaluate(run, model, loader):
         left = samples_left(model, loader, index)
         sums += sample_rows(values)[:left].sum(0)  # drops the padding
         if "outputs" in model.keys:
-            gathered += gather_outputs([chunk["outputs"] for chunk in model.chunk_values])
+            rows = [row for chunk in model.chunk_values for row in chunk["outputs"]]
+            gathered += gather_outputs(run, rows[: min(left, len(batch[1]))])
         run.exit_if_stopped()
     for module, mode in modes.items():
         module.training = mode
@@ -178,9 +177,9 @@ def evaluate(run, model, loader):
 
 
 def main():
-    args = parse_args(add_technique_flags, add_flags)
+    args = parse_args(__doc__, add_technique_flags, add_flags)
     shape = {"replicas": count_pipelines(args), "multiple": args.chunks}
-    run = Run(args, args.precision, storage=PipelineStorage, **shape)
+    run = Run(args, args.precision, methods=BOTH_STAGES, **shape)
     run.may_differ = {"schedule", "chunks"}
     check_bf16(args)
     accelerator = run.accelerator
@@ -195,17 +194,14 @@ def main():
     plain = accelerator.unwrap_model(model.stage)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     run.facts = describe_stages(args, plain)
-    run.resume(states, partial(set_up, run, model, train_loader))
-    for epoch in run.epochs():
-        for microbatches in run.steps(epoch):
+    run.resume(states, partial(warm_up, run, model, train_loader))
+    for microbatches in run.steps():
+        if microbatches:
             values, grad_norm = train_step(run, model, optimizer, scheduler, microbatches)
             run.log_save_or_stop(values, grad_norm)
-        run.log_evaluation(evaluate(run, model, test_loader))
+        if run.evaluation_due:
+            run.log_evaluation(evaluate(run, model, test_loader))
     run.finish()
-    # Free the model before its process groups: otherwise gloo may abort at exit.
-    model, optimizer = accelerator.free_memory(model, optimizer)
-    gc.collect()
-    accelerator.end_training()
 
 
 STAGES = 2
@@ -315,7 +311,7 @@ class Stage(nn.Sequential):
         super().__init__()
         self.autocast = autocast
         for name, block in blocks.items():
-            # A module's name must not contain a dot. `PipelineStorage` restores the names.
+            # A module's name must not contain a dot. `join_weights` restores the names.
             self.add_module(name.replace(".", "/"), block)
 
     def forward(self, x):
@@ -372,7 +368,7 @@ def average_gradients(stage, replicas):
     return ddp
 
 
-def set_up(run, model, loader):
+def warm_up(run, model, loader):
     """Take a batch through both stages before the first step, and undo its effects. Torch learns
     the shapes, in some versions with one more chunk, which BatchNorm would count. After it DDP sums
     gradients in another order, so that a resumed run rounds as the interrupted one did."""
@@ -386,7 +382,9 @@ def part_of_loss(outputs, targets, args, parts, seen):
     """Return the loss of one chunk, divided by the number of chunks in a step: `parts` is (chunks
     per batch, batches per step). Append what `compute_loss` returns for the chunk to `seen`."""
     outputs = utils.convert_to_fp32(outputs)  # P2P sends them in the dtype of the computation
-    values, of_samples = checked(compute_loss(lambda inputs: outputs, (None, targets), args))
+    values, of_samples = validate_values(
+        compute_loss(lambda inputs: outputs, (None, targets), args)
+    )
     seen.append({name: value.detach() for name, value in values.items()})
     if of_samples is not None:
         seen[-1]["outputs"] = of_samples
@@ -477,35 +475,30 @@ def describe_stages(args, stage):
     return {"pipelines": len(stages) // STAGES, "stages": stages[:STAGES], "bubble": bubble}
 
 
-class PipelineStorage:
-    """Keeps both stages of the first pipeline in one file: "states" is a list of theirs."""
+def collect_states(checkpoints):
+    """Return [first, second] on the main process: the states of both stages."""
+    return collect_both_stages(checkpoints.run, Checkpoints.collect(checkpoints))
 
-    parts = STAGES
 
-    def __init__(self, run, states):
-        self.run = run
-        self.states = states
-        self.file = FileStorage(run, states)
-        self.pattern = self.file.pattern
-        self.read = self.file.read
-        self.write = self.file.write
-        self.delete = self.file.delete
+def load_stage(checkpoints, saved):
+    """Load the states of this process's stage. The main process has read those of both."""
+    for stage in range(STAGES):
+        Checkpoints.load(checkpoints, saved and saved[stage], RANK % STAGES == stage)
 
-    def collect(self):
-        return collect_both_stages(self.run, self.file.collect())
 
-    def load(self, saved):
-        self.file.load(saved[RANK % STAGES])
+def join_weights(checkpoints):
+    """Return the weights of both stages on the main process, named as in the whole model. A tensor
+    that has several names (tied weights) is there once, by its first name."""
+    model = checkpoints.states["model"]
+    names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
+    own = {name: x for name, x in model.state_dict().items() if name in names.values()}
+    stages = collect_both_stages(checkpoints.run, {"model": own}) or []
+    weights = [(name, x) for stage in stages for name, x in stage["model"].items()]
+    return {name.replace("/", "."): x for name, x in weights}
 
-    def collect_weights(self):
-        """Return the weights of both stages on the main process, named as in the whole model. A
-        tensor that has several names (tied weights) is there once, by its first name."""
-        model = self.states["model"]
-        names = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
-        own = {name: x for name, x in model.state_dict().items() if name in names.values()}
-        stages = collect_both_stages(self.run, {"model": own}) or []
-        weights = [(name, x) for stage in stages for name, x in stage["model"].items()]
-        return {name.replace("/", "."): x.contiguous() for name, x in weights}
+
+# In place of the methods of Checkpoints.
+BOTH_STAGES = {"collect": collect_states, "load": load_stage, "collect_weights": join_weights}
 
 
 def collect_both_stages(run, own):
@@ -595,17 +588,19 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure e506cce526b4: identical in all recipes
-RECIPE = Path(__file__).stem
-LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+# ===================================== shared infrastructure 6060061df116: identical in all recipes
+SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
+RECIPE = Path(SCRIPT).stem
+FILES = (__file__, SCRIPT)  # an error is reported by its line in these
+LAUNCHED = bool({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-NAME = f"rank {RANK} on {socket.gethostname()}"
+RANK_AND_HOST = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
-TIMEOUT = timedelta(hours=6)  # of collectives. HangDetector ends a run that hangs
+TIMEOUT = timedelta(hours=6)  # of collectives. The Watcher ends a run that hangs
 LAUNCHER_TIMEOUT = timedelta(minutes=1)  # of a connection to its store, which is there first
 
 
@@ -615,23 +610,22 @@ class Run:
     around its steps. Results depend on the order in which its methods do things.
 
     `handlers` are Accelerate's. A global batch is divided among `replicas` of the model, and into
-    microbatches of a multiple of `multiple` samples. `storage` is the class that reads and writes
-    checkpoints: FileStorage, unless one is given."""
+    microbatches of a multiple of `multiple` samples. `methods`, {name: function}, take the place of
+    those of Checkpoints."""
 
-    def __init__(self, args, precision, *handlers, replicas=WORLD_SIZE, multiple=1, storage=None):
+    def __init__(self, args, precision, *handlers, replicas=WORLD_SIZE, multiple=1, methods=None):
         self.args = args
         self.precision = precision
-        self.storage_type = storage
+        self.methods = methods or {}
         self.may_differ = set()  # flags of this recipe that a resumed run need not repeat
         self.facts = {}  # shown and saved with the flags; they may differ, too
         self.directory = Path(args.output_dir)
         lock_output_directory(self.directory)
         set_run_id(self.directory)
-        keep_script(self.directory)
-        faulthandler.dump_traceback_later(args.hang_timeout)  # until a HangDetector watches
+        faulthandler.dump_traceback_later(args.hang_timeout)  # until the Watcher looks for hangs
         exit_if_config_is_ignored(precision)
         gpus, threads = choose_device(args)
-        self.log_every = args.log_every or (50 if gpus else 10)
+        args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
         self.accelerator = make_accelerator(args, gpus, precision, handlers)
         torch.set_num_threads(threads)  # after Accelerate, which sets another number
@@ -640,14 +634,16 @@ class Run:
         self.accumulation = set_batch_sizes(args, replicas, multiple)
         self.accelerator.gradient_accumulation_steps = self.accumulation
         seed_rng(args.seed)  # for the initial weights
-        self.step = 0  # the newest one
+        self.parts = WORLD_SIZE // replicas  # ranks r and r + parts hold the same weights
+        self.step = 0  # the latest one
         self.resumed_from = 0  # the step of the loaded checkpoint
+        self.is_paused = True  # then it may take any time without a step
 
     def prepare_data(self, loaders, prepare=Accelerator.prepare):
         """Return the loaders of `load_data`, made reproducible, and divided among the processes. An
         incomplete last global batch is dropped."""
         args = self.args
-        loaders = reproducible(loaders, args)
+        loaders = make_reproducible(loaders, args)
         self.samples = [len(loader.dataset) for loader in loaders]
         loaders = prepare(self.accelerator, *loaders)
         self.train_loader = loaders[0]
@@ -657,158 +653,164 @@ class Run:
         self.total_steps = min(args.epochs * self.steps_per_epoch, args.max_steps or math.inf)
         return loaders
 
-    def resume(self, states, set_up):
+    def resume(self, states, warm_up):
         """Load the newest intact checkpoint, if there is one, into `states`: {name: object with a
-        state_dict}. They undo what `set_up`, which is called before, does to them. From here on a
-        signal stops the run after a step, and a hang ends it."""
+        state_dict}. `warm_up` is called before, and its effects on the states are undone. From here
+        on a signal or a hang ends the run."""
         self.model = states["model"]
         self.scheduler = states["scheduler"]
         self.config = self.describe(states["optimizer"])
-        self.storage = (self.storage_type or FileStorage)(self, states)
-        self.checkpoints = Checkpoints(self)
-        # Not an attribute: a mapped file keeps its disk space after a later save deletes it.
+        self.checkpoints = Checkpoints(self, states)
+        # A local variable: as an attribute it would keep the file mapped, and its disk space used.
         checkpoint = self.checkpoints.find()
-        # Before a DataLoader starts workers: they inherit that signals do not end them.
-        self.stop = StopSignal(self.cpu_group)
+        # Before a DataLoader starts workers: they inherit the signal mask.
+        self.watcher = Watcher(self)
         self.step = self.resumed_from = checkpoint["step"] if checkpoint else 0
-        set_up()
+        scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
+        if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
+            shutil.copyfile(SCRIPT, self.directory / f"{RECIPE}.from-{self.step:08}.py")
+        warm_up()
         if checkpoint:
-            self.storage.load(checkpoint["states"])
+            self.checkpoints.load(checkpoint["states"])
         self.metrics = Metrics(self, checkpoint["metrics"] if checkpoint else "")
-        self.hang = HangDetector(self)
+        self.is_paused = False
+        faulthandler.cancel_dump_traceback_later()
 
     def describe(self, optimizer):
         """Return what summary.json and each checkpoint say: the flags, and what ran where."""
-        git = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True, "text": True}
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
         on_gpu = self.accelerator.device.type == "cuda"
+        git = [shutil.which("git") or "true", "-C", Path(SCRIPT).parent, "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         config = {
             "recipe": RECIPE,
             **vars(self.args),
             "precision": self.precision,
-            "log_every": self.log_every,
             "accumulation": self.accumulation,
-            "peak_learning_rate": rates if len(rates) > 1 else rates[0],
+            "peak_learning_rate": [float(x) for x in rates] if len(rates) > 1 else float(rates[0]),
             "steps": self.total_steps,
             "steps_per_epoch": self.steps_per_epoch,
             "samples": self.samples,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "world_size": WORLD_SIZE,
             "versions": VERSIONS,
-            "commit": subprocess.run("git rev-parse HEAD", **git).stdout.strip(),  # "" without git
+            "commit": commit,  # "" without git
             **self.facts,
         }
         return json.loads(json.dumps(config, default=str))  # plain types, to be read again
 
-    def epoch_of(self, step):
-        return max(step - 1, 0) // self.steps_per_epoch
+    def steps(self):
+        """Yield, for each step that is left, an iterator over its microbatches. Before them yield
+        None if an evaluation is due: it is missing after a resume, or all that --epochs 0 does."""
+        args = self.args
+        every = args.evaluate_every or self.steps_per_epoch
+        self.evaluation_due = self.is_due(every)
+        if self.evaluation_due:
+            yield None
+        while self.step < self.total_steps:
+            epoch, done = divmod(self.step, self.steps_per_epoch)
+            skipped = done * self.accumulation
+            loader = skip_first_batches(self.train_loader, skipped) if done else self.train_loader
+            loader.set_epoch(epoch)  # for the order. Before Accelerate 1.15 skipping resets it
+            loader.dataset.set_epoch(epoch)  # for random transforms
+            batches = iter(loader)
+            last = min((epoch + 1) * self.steps_per_epoch, self.total_steps)
+            while self.step < last:
+                self.step += 1
+                self.learning_rate = float(self.scheduler.get_last_lr()[0])
+                self.evaluation_due = self.is_due(every)  # of a saved step: a signal may end it
+                self.save_due = self.is_due(every, self.steps_per_epoch, args.checkpoint_every)
+                self.line_due = self.save_due or self.step % args.log_every == 0
+                microbatches = (self.metrics.timed_next(batches) for _ in range(self.accumulation))
+                yield microbatches
+                list(microbatches)  # skips those that the step has not taken
 
-    def epochs(self):
-        """Yield the epochs left, also one saved after its last step: its evaluation is missing."""
-        for epoch in range(self.epoch_of(self.step), self.epoch_of(self.total_steps) + 1):
-            self.metrics.start_line()
-            yield epoch
+    def is_due(self, *intervals):
+        """Return whether this step is the last one, or a multiple of one of the intervals."""
+        is_multiple = self.step > 0 and any(x and self.step % x == 0 for x in intervals)
+        return is_multiple or self.step == self.total_steps
 
-    def steps(self, epoch):
-        """Yield, for each step that is left of an epoch, an iterator over its microbatches."""
-        before = epoch * self.steps_per_epoch
-        done = max(before, self.step)
-        skipped = (done - before) * self.accumulation
-        loader = skip_first_batches(self.train_loader, skipped) if skipped else self.train_loader
-        loader.set_epoch(epoch)  # for the order. Before Accelerate 1.15 skipping resets it
-        loader.dataset.set_epoch(epoch)  # for random transforms
-        batches = iter(loader)
-        for step in range(done + 1, min(before + self.steps_per_epoch, self.total_steps) + 1):
-            self.step = step
-            self.learning_rate = self.scheduler.get_last_lr()[0]
-            self.save_due = self.checkpoints.due(step)
-            self.line_due = self.save_due or step % self.log_every == 0
-            microbatches = (self.metrics.timed_next(batches) for _ in range(self.accumulation))
-            yield microbatches
-            list(microbatches)  # skips those that the step has not taken
-
-    def log_save_or_stop(self, values, grad_norm=None, details=dict):
-        """Do what is due after a step with these `values`. A run whose loss or weights must not be
-        saved ends before they are. `details` returns more numbers for a line."""
+    def log_save_or_stop(self, values, grad_norm=None, details=None):
+        """Do what is due after a step with these `values`. Exit before saving if the loss or the
+        weights are not finite, or differ between ranks. `details` are more numbers for a line."""
         self.metrics.add(values)
-        self.hang.progress += 1
-        stopping = self.stop.vote()  # a signal, the same on all ranks, or 0
+        stopping = self.watcher.agreed_signal()
         if self.line_due or stopping:
-            results, losses, norms, measured = self.metrics.gather(grad_norm)
-            exit_if_not_finite(results["loss"], losses, norms[:, 0], self.step)
-            exit_if_ranks_drift(norms, self.storage.parts, self.step)
-            self.metrics.write("train", results, {**details(), **measured})
-            self.metrics.start_line()
+            began = self.metrics.interval_began
+            results, ranks, measured = self.metrics.gather(grad_norm)
+            exit_if_ranks_are_wrong(**ranks, parts=self.parts, began=began, step=self.step)
+            self.metrics.write("train", results, {**(details or {}), **measured})
+            self.metrics.start_interval()
         if self.save_due or stopping:
-            with self.hang.paused():
-                seconds = self.checkpoints.save(self.step, self.metrics.text)
+            self.is_paused = True
+            seconds = self.checkpoints.save(self.step, self.metrics.text)
+            self.is_paused = False
             self.metrics.write("checkpoint", {"save_seconds": seconds})
-            self.metrics.start_line()
-        self.exit_on_signal(stopping)
+            self.metrics.start_interval()
+        self.exit_on(stopping)
 
     def log_evaluation(self, results):
         self.metrics.write("evaluation", results)
+        self.metrics.start_interval()
+        if self.step < self.total_steps:  # a dataset may be in both loaders
+            self.train_loader.dataset.set_epoch(self.step // self.steps_per_epoch)
 
     def exit_if_stopped(self):
-        """After a batch of an evaluation, exit if a signal stops the run: the epoch is saved."""
-        self.hang.progress += 1
-        self.exit_on_signal(self.stop.vote())
+        """After a batch of an evaluation, exit if a signal stops the run: its step is saved."""
+        self.exit_on(self.watcher.agreed_signal())
 
-    def exit_on_signal(self, stopping):
-        """Exit if all ranks stop: together, or the launcher would kill those that save."""
-        if stopping:
-            self.hang.is_paused = True  # a tracker may take its time
+    def exit_on(self, number):
+        """Exit on a signal, unless it is 0, which all ranks have agreed on."""
+        if number:
             if RANK == 0:
-                say(f"stopped after step {self.step}, which is saved: rerun the command to resume")
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
-            self.accelerator.wait_for_everyone()
-            exit_now(128 + stopping)
+                remedy = "rerun the command to resume"
+                log_line(f"stopped after step {self.step}, which is saved: {remedy}")
+            self.close()
+            exit_now(128 + number)
+
+    def close(self):
+        """Finish the trackers, and wait for all ranks: the launcher would kill those that save."""
+        self.is_paused = True
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        self.accelerator.wait_for_everyone()
 
     def on_main_process(self, function, *arguments):
         """Return on all ranks what a function returns on the main one. Waiting is no hang."""
-        with self.hang.paused():
-            result = [function(*arguments) if RANK == 0 else None]
-            if self.cpu_group:
-                distributed.broadcast_object_list(result, 0, self.cpu_group)
+        before, self.is_paused = self.is_paused, True
+        result = [function(*arguments) if RANK == 0 else None]
+        if self.cpu_group:
+            distributed.broadcast_object_list(result, 0, self.cpu_group)
+        self.is_paused = before
         return result[0]
 
     def save_weights(self, name):
         """Write the weights of the whole model, a tensor of several names (tied weights) once."""
-        weights = self.storage.collect_weights()
+        weights = self.checkpoints.collect_weights()
+        # Accelerate drops a tensor's second name from an OrderedDict alone.
+        weights = OrderedDict((name, x) for name, x in weights.items() if torch.is_tensor(x))
         save = partial(self.accelerator.save, weights, safe_serialization=True)
         self.on_main_process(replace_file, self.directory / name, save)
 
     def finish(self):
-        """Write model.safetensors and summary.json, and print the results."""
-        self.hang.is_paused = True  # there are no more steps
+        """Write model.safetensors and summary.json, print the results, and wait for all ranks."""
+        self.is_paused = True  # there are no more steps
         self.save_weights("model.safetensors")
         self.metrics.finish()
-        # Then the loaders are only variables of `main`: with these their workers end. At the exit,
-        # multiprocessing would send them SIGTERM, which they block, and wait.
-        del self.train_loader
+        self.close()
 
 
 # ------------------------------------------------------------------------------------------ metrics
-def waits_for_other_ranks(function):
-    """Mark a function in which a rank waits for others: `HangDetector` looks for this name."""
-
-    def wait_for_other_ranks(*arguments):
-        return function(*arguments)
-
-    return wait_for_other_ranks
-
-
 def total_norm(tensors):
     """Return the norm of all tensors together, also of sharded ones."""
     norm = nn.utils.get_total_norm(list(tensors))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def checked(returned):
+def validate_values(returned):
     """Return the values that `compute_loss` returned, {name: (B,) tensor}, and its "outputs" or
     None. Exit with an error if they are anything else."""
-    found = f"no dictionary but a {type(returned).__name__}"
+    problem = f"a {type(returned).__name__}"
     if isinstance(returned, dict):
         values = {name: value for name, value in returned.items() if name != "outputs"}
         outputs = returned.get("outputs")
@@ -818,13 +820,16 @@ def checked(returned):
             if outputs is None or len(outputs) == loss[0]:
                 return values, outputs
             shapes["outputs"] = f"{len(outputs)} of them"
-        found = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
+        problem = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
     remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
-    exit_with_error(f'compute_loss returned {found}: return {{"loss": tensor, ...}} with {remedy}')
+    exit_with_error(
+        f'compute_loss returned {problem}: return {{"loss": tensor, ...}} with {remedy}'
+    )
 
 
 def divide_by_mean_weight(accelerator, model, step_values):
-    """Divide the gradients by the mean weight of the global batch, if there are weights."""
+    """Divide the gradients by the mean weight of the global batch, if there are weights. They are
+    those of mean(weight * loss), so the loss is sum(weight * loss) / sum(weight)."""
     if "weight" not in step_values[0]:
         return
     weights = torch.cat([values["weight"].detach().float() for values in step_values])
@@ -841,21 +846,27 @@ def sample_rows(values):
     return torch.stack([*columns, weight, torch.ones_like(weight)], dim=1)
 
 
-@waits_for_other_ranks
 def means(names, sums, samples):
-    """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit unless of `samples` rows."""
-    *totals, weight, counted = sums.tolist()
-    if counted != samples:
+    """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit with an error unless these were
+    as many rows as `samples`."""
+    *totals, weight, rows = sums.tolist()
+    if rows != samples:
         why = "compute_loss or a collate_fn leaves some out, or load_data changes args.batch_size"
-        exit_with_error(f"{counted:g} values of compute_loss for {samples} samples: {why}")
+        exit_with_error(f"{rows:g} values of compute_loss for {samples} samples: {why}")
+    if weight == 0:
+        exit_with_error('every "weight" of compute_loss is 0')
     names = [name for name in names if name != "weight"]
-    return {k: total / (weight or math.nan) for k, total in zip(names, totals, strict=True)}
+    return {name: total / weight for name, total in zip(names, totals, strict=True)}
 
 
-def gather_outputs(parts):
-    """Return, on the main process, the rows of all processes' `parts`, a list of "outputs"."""
-    parts = utils.gather_object(utils.send_to_device(parts, "cpu"))
-    return [row for part in parts for row in part] if RANK == 0 else []
+def gather_outputs(run, rows):
+    """Return, on the main process, the rows of all processes, and on the others none."""
+    rows = utils.send_to_device(rows, "cpu")
+    gathered = [rows]
+    if run.cpu_group:
+        gathered = [None] * WORLD_SIZE if RANK == 0 else None
+        distributed.gather_object(rows, gathered, 0, run.cpu_group)
+    return [row for part in gathered or [] for row in part]
 
 
 class Metrics:
@@ -864,7 +875,7 @@ class Metrics:
     def __init__(self, run, text):
         self.run = run
         self.text = text  # of metrics.jsonl, from the checkpoint
-        self.newest = {}  # value of each name, or None: JSON has neither NaN nor infinity
+        self.latest_values = {}  # by name, or None: JSON has neither NaN nor infinity
         self.started = time.time()
         self.names = []
         is_main = RANK == 0
@@ -882,10 +893,12 @@ class Metrics:
         self.console.print_json(data={**run.config, "resumed_from": run.step}, highlight=False)
         self.progress.start()
         self.console.show_cursor()  # a killed run would leave it hidden
+        self.start_interval()
 
-    def start_line(self):
-        """Begin the next line here: evaluations and checkpoints do not count in its throughput."""
-        self.last_line = self.run.step
+    def start_interval(self):
+        """Begin the interval of the next line here: its throughput does not count evaluations and
+        checkpoints."""
+        self.interval_began = self.run.step
         self.sums = 0  # of `sample_rows`
         self.data_seconds = 0.0  # in which this process waited for data
         self.clock = time.perf_counter()
@@ -899,18 +912,18 @@ class Metrics:
     def add(self, step_values):
         """Add the values of a step's microbatches."""
         for values in step_values:
-            if self.names not in ([], list(values)):
+            self.names = self.names or list(values)
+            if list(values) != self.names:
                 exit_with_error("compute_loss: return the same keys for every batch")
-            self.names = list(values)
             self.sums = self.sums + sample_rows(values).sum(0)
         self.progress.advance(self.bar)
 
-    @waits_for_other_ranks
     def gather(self, grad_norm):
-        """Return the means since the last line over all ranks, each rank's sum of losses, its norms
-        of weights and gradients (P, 1 or 2), and what was measured besides."""
+        """Return the means since the last line over all ranks; {"losses": each rank's sum, (P,),
+        "norms": of its weights and gradients, (P, 1 or 2)}; and what was measured besides."""
         run = self.run
-        norms = [total_norm(run.model.parameters())]
+        # Frozen weights may be integers, which have no norm.
+        norms = [total_norm(p for p in run.model.parameters() if p.requires_grad)]
         norms += [] if grad_norm is None else [grad_norm]
         memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
         used = torch.tensor([self.data_seconds, memory / 2**30])
@@ -918,30 +931,32 @@ class Metrics:
         rows = run.accelerator.gather(torch.cat(row)[None]).cpu()
         sums, norms, waited, memory = rows.split([len(self.sums), len(norms), 1, 1], dim=1)
         seconds = time.perf_counter() - self.clock
-        samples = (run.step - self.last_line) * run.args.global_batch_size
+        samples = (run.step - self.interval_began) * run.args.global_batch_size
         results = means(self.names, sums.sum(0), samples)
-        losses = sums[:, list(results).index("loss")]
+        ranks = {"losses": sums[:, list(results).index("loss")], "norms": norms}
         results |= {"learning_rate": run.learning_rate, "samples_per_second": samples / seconds}
         if grad_norm is not None:
             results["grad_norm"] = norms[0, 1].item()
         measured = {"seconds": seconds, "data_wait": waited.max().item() / seconds}
         measured["slowest_rank"] = waited.argmax().item()
         measured["peak_memory_gib"] = memory.max().item()
-        return results, losses, norms, measured
+        return results, ranks, measured
 
     def write(self, event, results, details=None):
         """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
         run = self.run
         numbers = {**results, **(details or {})}
-        self.newest |= {name: x if math.isfinite(x) else None for name, x in numbers.items()}
-        epoch = run.epoch_of(run.step) + 1
+        finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        self.latest_values |= finite
+        epoch = max(run.step - 1, 0) // run.steps_per_epoch + 1
         line = {"event": event, "epoch": epoch, "step": run.step, "time": time.time()}
-        line = json.dumps(line | {name: self.newest[name] for name in numbers}) + "\n"
+        line = json.dumps(line | finite) + "\n"
         self.text += line
         self.file.write(line)
         run.accelerator.log({f"{event}/{k}": x for k, x in numbers.items()}, step=run.step)
-        shown = " ".join(f"{name} {float(f'{x:.3g}'):,}" for name, x in results.items())
-        shown = shown.replace("learning_rate", "lr").replace("samples_per_second", "samples/s")
+        shown = [f"{k} {x:,.0f}" if abs(x) >= 1000 else f"{k} {x:.3g}" for k, x in results.items()]
+        shown = " ".join(shown).replace("learning_rate", "lr")
+        shown = shown.replace("samples_per_second", "samples/s")
         if self.progress.disable and event == "train":
             left = (run.total_steps - run.step) * run.args.global_batch_size
             shown += f" eta {timedelta(seconds=round(left / results['samples_per_second']))}"
@@ -952,45 +967,44 @@ class Metrics:
         """Print the results and, unless this run only evaluated another, write summary.json."""
         run = self.run
         self.progress.stop()
-        results = {"resumed_from": run.resumed_from, **self.newest}
+        results = {"resumed_from": run.resumed_from, **self.latest_values}
         results["seconds"] = time.time() - self.started
         self.console.print_json(data=results, highlight=False)
         summary = run.directory / "summary.json"
-        if run.step > run.resumed_from or run.step == 0 or not summary.exists():
+        has_trained = run.step > run.resumed_from or run.total_steps == 0
+        if has_trained or not summary.exists():
             text = json.dumps({**run.config, **results}, indent=2) + "\n"
             replace_file(summary, lambda path: path.write_text(text))
 
 
-def exit_if_not_finite(loss, losses, norms, step):
-    """Exit with an error unless the mean loss is finite, and each rank's norm of the weights."""
-    if not math.isfinite(loss + norms.sum()):
-        wrong = {"the loss": ~losses.isfinite(), "the weights": ~norms.isfinite()}
-        ranks = {k: x.nonzero().flatten().tolist() for k, x in wrong.items() if x.any()}
-        told = [f"{k} of ranks {x[:8]}" for k, x in ranks.items()] or ["all weights are 0"]
-        error = f"not finite at step {step}, which is not saved, or since the line before it"
-        exit_with_error(f"{error}: {', '.join(told)}: lower --lr, or set --clip-norm 1")
-
-
-def exit_if_ranks_drift(norms, parts, step):
-    """Exit with an error unless ranks r and r + parts, for each r, have about the same row."""
+def exit_if_ranks_are_wrong(losses, norms, parts, began, step):
+    """Exit with an error unless each rank's loss and weights are finite, and the norms of ranks r
+    and r + parts, for each r, about the same. Shapes are those of `Metrics.gather`."""
+    non_finite = {"the loss": ~losses.isfinite(), "the weights": ~norms[:, 0].isfinite()}
+    ranks = {k: x.nonzero().flatten().tolist()[:8] for k, x in non_finite.items() if x.any()}
+    if ranks:
+        problem = ", ".join(f"{name} of ranks {some}" for name, some in ranks.items())
+        interval = f"between steps {began} and {step}, nothing was saved"
+        exit_with_error(f"not finite {interval}: {problem}: lower --lr, or set --clip-norm 1")
     norms = norms.reshape(-1, parts, norms.shape[1])
     same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
     if not same.all():
-        ranks = (~same).nonzero().flatten().tolist()
-        error = f"at step {step}, which is not saved, ranks {ranks[:8]} have other weights"
-        remedy = "call model(...), not its methods; use all parameters; give schedulers no own loss"
-        exit_with_error(f"{error} than rank 0: {remedy}")
+        ranks = (~same).nonzero().flatten().tolist()[:8]
+        error = f"ranks {ranks} have other weights than rank 0 at step {step}, which is not saved"
+        remedy = "call model(...), not its methods; use all parameters; do not pass one rank's loss"
+        exit_with_error(f"{error}: {remedy} to a scheduler (ReduceLROnPlateau)")
 
 
 # -------------------------------------------------------------------------------- reproducible data
 def set_batch_sizes(args, replicas, multiple):
-    """Divide each replica's share of a global batch into equal microbatches. Return how many."""
+    """Set the global batch size, and divide each replica's share of it into equal microbatches.
+    Return how many there are, and set their size."""
     args.global_batch_size = args.global_batch_size or args.batch_size * replicas
     share, rest = divmod(args.global_batch_size, replicas * multiple)
     if rest:
         exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
     largest = max(1, args.batch_size // multiple)
-    accumulation = next(n for n in count(1) if share % n == 0 and share // n <= largest)
+    accumulation = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= largest)
     args.batch_size = share // accumulation * multiple
     return accumulation
 
@@ -1047,17 +1061,20 @@ def datasets_in(dataset):
             yield from datasets_in(one)
 
 
-def reproducible(loaders, args):
-    """Return the loaders with `SeededSamples`; exit if one cannot be resumed exactly."""
+def make_reproducible(loaders, args):
+    """Return two loaders, with `SeededSamples`. Exit with an error if one cannot be resumed exactly
+    or leaves out samples of the test set."""
     samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
-    two = len(loaders) == 2
-    for drop_last, loader in zip((True, False), loaders, strict=two):
+    has_two = len(loaders) == 2
+    for is_training, loader in zip((True, False), loaders, strict=has_two):
         batches = loader.batch_sampler
-        known = type(batches) is torch.utils.data.BatchSampler and type(batches.sampler) in samplers
-        same_size = two and (loader.batch_size == args.batch_size or not drop_last)
-        some = drop_last or len(loader.dataset)  # `prepare_data` tells of too few for training
-        if not (known and some and batches.drop_last == drop_last and same_size):
-            needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={drop_last}"
+        is_standard = type(batches) is torch.utils.data.BatchSampler
+        is_standard = is_standard and type(batches.sampler) in samplers
+        is_standard = is_standard and batches.drop_last == is_training
+        has_size = loader.batch_size == args.batch_size or not is_training
+        is_empty = not (is_training or len(loader.dataset))  # `prepare_data` counts the other's
+        if not (has_two and is_standard and has_size) or is_empty:
+            needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={is_training}"
             remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
             exit_with_error(f"load_data: each of two DataLoaders needs {remedy}")
         # DataLoader forbids an assignment, since a sampler may belong to the dataset.
@@ -1067,74 +1084,75 @@ def reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """When a checkpoint is due, which one is intact and of this run, and which ones are kept. The
-    run's storage knows what is in one, and how."""
+    """The checkpoints of `states`, {name: object with a state_dict}: when one is due, which is
+    intact and of this run, which are kept. Here each is a file that the main process writes. A
+    recipe whose states are not whole there gives `Run` functions in place of these methods."""
 
-    def __init__(self, run):
+    may_differ = (
+        "data_dir weights batch_size cpu threads output_dir keep checkpoint_every evaluate_every "
+        "log_every tracker hang_timeout compile accumulation device world_size versions commit"
+    )
+
+    def __init__(self, run, states):
         self.run = run
-        self.storage = run.storage
-        free = {"data_dir", "weights", "batch_size", "cpu", "threads", "output_dir", "keep"}
-        free |= {"checkpoint_every", "log_every", "tracker", "hang_timeout", "compile"}
-        free |= {"accumulation", "device", "world_size", "versions", "commit"}
-        self.may_differ = {*free, *run.facts, *run.may_differ}
-
-    def paths(self):
-        return sorted(self.run.directory.glob(self.storage.pattern))
+        self.states = states
+        vars(self).update({name: partial(function, self) for name, function in run.methods.items()})
 
     def find(self):
-        """Return the newest intact checkpoint, the same on all ranks and of this run, or None."""
+        """Return the newest intact checkpoint of this run, or None. The states in it may be on the
+        main process alone."""
         run = self.run
-        paths = self.paths()[::-1]
+        paths = checkpoint_paths(run.directory)[::-1]
         files = [path.read_text() for path in run.directory.glob("run.id")]
         files += [path.name for path in paths]
-        seen = {"samples": run.samples, "files in --output-dir": files}
+        visible_to_this_rank = {"samples": run.samples, "files in --output-dir": files}
         remedy = "all machines have to share data and directory"
-        exit_if_ranks_differ(run.store, "files", seen, remedy)
+        exit_if_ranks_differ(run.store, "files", visible_to_this_rank, remedy)
         for path in paths:
-            if checkpoint := self.read_if_intact(path):
-                ours, theirs = run.config, checkpoint["config"]
-                names = sorted((ours.keys() & theirs.keys()) - self.may_differ)
-                wrong = [f"{x} {theirs[x]}, not {ours[x]}" for x in names if ours[x] != theirs[x]]
-                if wrong:
-                    exit_with_error(f"{path} has {'; '.join(wrong)}: choose another --output-dir")
+            content = damage = states = None
+            try:
+                content = self.read(path)
+            except (OSError, MemoryError) as error:  # the file may be intact
+                exit_with_error(f"cannot read {path} ({error}): try again, or delete it")
+            except Exception as error:
+                damage = f"{error!r:.200}"
+            if content:
+                states = content.pop("states")
+                self.exit_if_of_another_run(path, content["config"])
+            content, damage = run.on_main_process(lambda found: found, (content, damage))
+            if content:
                 run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
-                return checkpoint
+                return content | {"states": states}
+            run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
         if paths:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
         return None
 
-    def read_if_intact(self, path):
-        """Return a checkpoint, or None if it is damaged. Exit unless all ranks see the same."""
-        checkpoint = damage = None
-        try:
-            checkpoint = self.storage.read(path)
-        except (OSError, MemoryError) as error:  # this rank's: the file may be intact
-            exit_with_error(f"{NAME} cannot read {path} ({error}): try again, or delete it")
-        except Exception as error:
-            damage = f"{error!r:.200}"
-        exit_if_ranks_differ(self.run.store, path.name, {path.name: damage}, "rerun the command")
-        if damage:
-            self.run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
-        return checkpoint
-
-    def due(self, step):
-        every = (self.run.steps_per_epoch, self.run.args.checkpoint_every or math.inf)
-        return step == self.run.total_steps or any(step % x == 0 for x in every)
+    def exit_if_of_another_run(self, path, saved):
+        """Exit with an error if a checkpoint is of other flags or data."""
+        run = self.run
+        may_differ = {*self.may_differ.split(), *run.facts, *run.may_differ}
+        names = sorted((run.config.keys() & saved.keys()) - may_differ)
+        now = run.config
+        conflicts = [f"{x} {saved[x]}, not {now[x]}" for x in names if saved[x] != now[x]]
+        if conflicts:
+            exit_with_error(f"{path} has {'; '.join(conflicts)}: choose another --output-dir")
 
     def save(self, step, metrics_text):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
         for the end: in the next step they would wait for rank 0, and take that for a hang."""
         run = self.run
         began = time.perf_counter()
-        states = self.storage.collect()
+        states = self.collect()
         content = {"config": run.config, "step": step, "metrics": metrics_text, "states": states}
-        path = run.directory / self.storage.pattern.replace("[0-9]" * 8, f"{step:08}")
+        path = run.directory / f"step-{step:08}"
         try:
-            self.storage.write(content, path)
+            self.write(content, path)
             if RANK == 0:
-                written = [x for x in self.paths() if x <= path]  # later ones are damaged
+                # Later ones were skipped as damaged, and are not counted in --keep.
+                written = [x for x in checkpoint_paths(run.directory) if x.stem <= path.stem]
                 for old in written[: -run.args.keep]:
-                    self.storage.delete(old)
+                    self.delete(old)
         except Exception as error:
             Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
             error = error.__context__ or error
@@ -1143,59 +1161,94 @@ class Checkpoints:
             distributed.barrier(run.cpu_group)
         return time.perf_counter() - began
 
-
-class FileStorage:
-    """Keeps each checkpoint of `states`, {name: object with a state_dict}, in a file that the main
-    process writes. A recipe whose states are not whole there gives `Run` another class."""
-
-    pattern = f"step-{'[0-9]' * 8}.pt"
-    parts = 1  # ranks r and r + parts hold the same weights
-
-    def __init__(self, run, states):
-        self.run = run
-        self.states = states
-
     def collect_weights(self):
         """Return the weights of the whole model. Those of the main process are written."""
         return self.states["model"].state_dict()
 
     def collect(self):
         """Return the states. Those of the main process are written."""
-        states = {name: thing.state_dict() for name, thing in self.states.items()}
-        # Buffers of their own: some are in no state dict.
         models = {name: x for name, x in self.states.items() if isinstance(x, nn.Module)}
+        states = {name: thing.state_dict() for name, thing in self.states.items()}
+        # Non-persistent buffers are in no state dict.
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
-    def load(self, saved):
+    def load(self, saved, is_wanted=True):
+        """Load the main process's states, thing by thing, into those of all ranks, or only send
+        them if they are not wanted on this one."""
         for name, thing in self.states.items():
-            # An optimizer may keep tensors that it gets, and with them the mapped file.
-            is_model = isinstance(thing, nn.Module)
-            thing.load_state_dict(saved[name] if is_model else deepcopy(saved[name]))
-        for name, buffers in saved.get("buffers", {}).items():
-            set_buffers(self.states[name], buffers)
+            state = saved and [saved[name], saved["buffers"].get(name, {})]
+            on_device = isinstance(thing, nn.Module | torch.optim.Optimizer)
+            state, buffers = share(self.run, state, on_device)
+            if is_wanted:
+                thing.load_state_dict(state)
+            if is_wanted and buffers:
+                set_buffers(thing, buffers)
 
     def read(self, path):
-        """Return a checkpoint on the CPU. Raise an error of any type if it is damaged."""
-        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
-            raise ValueError("wrong checksum")
-        return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+        """Return a checkpoint on the main process. Raise an error of any type if it is damaged."""
+        return read_file(path) if RANK == 0 else None
 
     def write(self, content, path):
         """Write a checkpoint: renamed into place after fsync, and after it was read again."""
 
         def write_and_read(temporary):
-            with open(temporary, "wb") as file:  # its errors have a reason, torch's have none
+            with open(temporary, "wb") as file:  # raises OSError with a reason, unlike torch.save
                 torch.save(content, file)
             torch.load(temporary, "cpu", weights_only=True, mmap=True)  # raises on other types
 
-        replace_file(path, write_and_read)
+        replace_file(path.with_suffix(".pt"), write_and_read)
 
     def delete(self, path):
         path.unlink(missing_ok=True)
 
 
+def checkpoint_paths(directory):
+    """Return the paths of all checkpoints, the oldest first."""
+    paths = directory.glob(f"step-{'[0-9]' * 8}*")
+    return sorted(path for path in paths if path.suffix != ".tmp")
+
+
+def share(run, value, on_device):
+    """Return the main process's nested `value` on all ranks. Its tensors travel one by one, so that
+    no rank holds all of them on its CPU, unless they stay there."""
+    device = run.accelerator.device if on_device else torch.device("cpu")
+    group = None if on_device else run.cpu_group
+    tensors = []
+
+    def outline(x):
+        if x.numel() < 2:  # such as an optimizer's counters, which stay on the CPU
+            return x.clone()
+        tensors.append(x)
+        return x.to("meta")
+
+    def receive(x):
+        if not x.is_meta:
+            return x
+        x = (
+            tensors.pop(0).to(device, copy=True)
+            if RANK == 0
+            else torch.empty_like(x, device=device)
+        )
+        if run.cpu_group:
+            # As bytes: gloo has not all dtypes.
+            data = torch.empty(0, dtype=torch.uint8, device=device).set_(x.untyped_storage())
+            distributed.broadcast(data, 0, group)
+        return x
+
+    value = run.on_main_process(utils.recursively_apply, outline, value)
+    return utils.recursively_apply(receive, value)
+
+
+def read_file(path):
+    """Return a checkpoint's file on the CPU. Raise an error of any type if it is damaged."""
+    if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
+        raise ValueError("wrong checksum")
+    return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+
+
 def set_buffers(model, values):
-    """Copy {name: tensor} into a model's buffers. A cache that has grown stays as it is."""
+    """Copy {name: tensor} into a model's buffers. One whose shape has changed, such as a cache that
+    has grown, stays as it is."""
     for name, buffer in model.named_buffers():
         if name in values and buffer.shape == values[name].shape:
             buffer.copy_(values[name])
@@ -1209,12 +1262,12 @@ def replace_file(path, write):
         mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
         write(temporary)
         temporary.chmod(mode)
-        sync(temporary)
+        fsync_path(temporary)
         os.replace(temporary, path)
-        sync(path.parent)
+        fsync_path(path.parent)
 
 
-def sync(path):
+def fsync_path(path):
     """Make a file, or the names in a directory, last through a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -1222,9 +1275,12 @@ def sync(path):
 
 
 def load_weights(model, path):
-    """Return the model, with the weights at `path`, if given, as far as names and shapes fit."""
+    """Return the model, with the weights at `path`, if given, as far as names and shapes match."""
     if not model.training:  # from_pretrained returns it so
         exit_with_error("build_model: the model is in eval mode: return model.train()")
+    for name, buffer in model.named_buffers():  # an expanded one could not be written to
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, buffer.contiguous())
     if path:
         own = model.state_dict()
         try:
@@ -1233,139 +1289,130 @@ def load_weights(model, path):
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
         for wrapper in ("module.", "_orig_mod.", "module."):  # DDP and torch.compile, either first
             weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
-        fitting = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
-        if not fitting:
+        matching = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
+        if not matching:
             exit_with_error(f"argument --weights: no tensor of {path} fits this model")
-        missing = ", ".join(model.load_state_dict(fitting, strict=False).missing_keys)
+        missing = ", ".join(model.load_state_dict(matching, strict=False).missing_keys)
         if RANK == 0:
-            say(f"loaded {len(fitting)} of {len(own)} tensors of {path}, not: {missing or 'none'}")
+            counts = f"{len(matching)} of {len(own)} tensors"
+            log_line(f"loaded {counts} of {path}, not: {missing or 'none'}")
     return model
 
 
-# ----------------------------------------------------------------------------------------- stopping
-class StopSignal:
-    """On a signal to any rank, or the launcher's death, all ranks stop after the same step."""
+# ------------------------------------------------------------------------ signals, hangs, errors
+class Watcher:
+    """A thread that notices, also while the training waits, signals, the launcher's death, and
+    hangs. After the first two, on any rank, all ranks stop after the same step.
 
-    def __init__(self, group):
-        self.group = group  # of all ranks on their CPUs, or None
+    A run without a step for --hang-timeout seconds, with --compile six times as long, ends. Each
+    rank reports how many steps it took, and whether it waits for others: in a library's file, or in
+    a function of this file that does. Identified are the ranks that do not report, or else those
+    that came least far; of these, the ones that do not wait."""
+
+    library = re.compile(
+        f"{re.escape(torch.__path__[0])}/(?!utils/data/)|{re.escape(accelerate.__path__[0])}/"
+    )
+
+    def __init__(self, run):
+        self.run = run
+        self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
+        self.store = run.store
+        self.names = utils.gather_object([RANK_AND_HOST])
+        self.progress = 0  # steps and batches
         self.received = 0  # the first signal
-        self.highest = torch.zeros(1, dtype=torch.int64)  # of the signals of all ranks
+        self.sent = torch.zeros(1, dtype=torch.int64)  # rank 0's signal
         self.pending = None
         self.signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
-        # Python writes a signal's number there even while the main thread is in C code.
-        self.numbers, self.wakeup = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self.numbers.settimeout(1)
-        signal.set_wakeup_fd(self.wakeup.fileno())
         for number in self.signals:
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self.watch, daemon=True).start()
+            signal.signal(number, self.note)  # where a library's thread gets it
         # DataLoader's workers inherit the mask: they must live until the next checkpoint.
         resource_tracker.ensure_running()  # started later, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        threading.Thread(target=self.watch, daemon=True).start()
 
-    def watch(self):
-        """Note the first signal, or that the launcher has died, and say so."""
-        number = 0
-        while number not in self.signals:
-            with suppress(TimeoutError):
-                number = self.numbers.recv(1)[0]
-            if LAUNCHED and os.getppid() != LAUNCHER:
-                number = signal.SIGTERM
-        self.received = number
-        if LOCAL_RANK == 0:
-            say(f"{signal.Signals(number).name}: stopping after the next step (Ctrl-\\ aborts)")
+    def note(self, number, *_):
+        """Note the first signal, in the store for rank 0, and print a line."""
+        if not self.received:
+            self.received = number
+            with suppress(RuntimeError):  # the store ends with its launcher
+                self.store.set("signal", str(number))
+            if LOCAL_RANK == 0:
+                name = signal.Signals(number).name
+                log_line(f"{name}: stopping after the next step (Ctrl-\\ aborts)")
 
-    @waits_for_other_ranks
-    def vote(self):
-        """Return the signal on which all ranks stop, or 0, as of the call before: so the all-reduce
-        overlaps a step."""
+    def agreed_signal(self):
+        """Count a step. Return the signal on which all ranks stop, or 0: that which rank 0 found in
+        the call before, so that the broadcast overlaps a step."""
+        self.progress += 1
         if self.pending:
             self.pending.wait()
-        result = self.highest.item()
-        self.highest.fill_(self.received)
-        if self.group:
-            maximum = distributed.ReduceOp.MAX
-            self.pending = distributed.all_reduce(self.highest, maximum, self.group, async_op=True)
+        result = self.sent.item()
+        self.sent.fill_(self.received)
+        with suppress(RuntimeError):  # the store ends with its launcher
+            if RANK == 0 and self.store.check(["signal"]):
+                self.sent.fill_(int(self.store.get("signal")))
+        if self.run.cpu_group:
+            self.pending = distributed.broadcast(self.sent, 0, self.run.cpu_group, async_op=True)
         return result
 
-
-class HangDetector:
-    """Ends a run without a step for --hang-timeout seconds, with --compile six times as long. The
-    rank that hangs does not report, or came the least far and, of equals, waits for no other: it is
-    in none of these files, and in no function marked @waits_for_other_ranks."""
-
-    files = re.compile(f"{torch.__path__[0]}/(?!utils/data/)|{accelerate.__path__[0]}/")
-
-    def __init__(self, run):
-        self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
-        self.store = run.store
-        self.directory = run.directory
-        self.progress = 0  # steps and batches
-        self.is_paused = False
-        self.names = utils.gather_object([NAME])
-        threading.Thread(target=self.watch, daemon=True).start()
-        faulthandler.cancel_dump_traceback_later()
-
-    @contextmanager
-    def paused(self):
-        """Within this context a run may take any time without a step."""
-        before, self.is_paused = self.is_paused, True
-        yield
-        self.is_paused = before
-
     def watch(self):
-        tick = min(5.0, self.timeout / 20)
-        idle = 0.0
+        tick = min(1.0, self.timeout / 20)
+        idle = 0.0  # counted, not by a clock: a run may be suspended
         while idle < self.timeout:
             before = self.progress
-            time.sleep(tick)
-            stalls = self.progress == before and not self.is_paused
+            if signalled := signal.sigtimedwait(self.signals, tick):
+                self.note(signalled.si_signo)
+            if LAUNCHED and os.getppid() != LAUNCHER:
+                self.note(signal.SIGTERM)
+            stalls = self.progress == before and not self.run.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.report(sys._current_frames()[threading.main_thread().ident])
-            self.name_the_rank()
-            self.store.wait(["named"])
+            self.store.wait(["identified"])
         time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
     def report(self, frame):
-        """Print this rank's stack, or write it to a file. Tell the others how far it came."""
-        stack = traceback.extract_stack(frame)
-        head = f"{RECIPE}: no step for {self.timeout:g} s, {NAME} is at\n"
-        text = "".join([head, *traceback.format_list(stack)])
+        """Print this rank's stack, or write it to a file. Report to the others. The first rank that
+        reports identifies those that hang."""
+        text = "".join(traceback.format_stack(frame))
+        text = f"{RECIPE}: no step for {self.timeout:g} s, {RANK_AND_HOST} is at\n{text}"
         if WORLD_SIZE > 8:
-            Path(self.directory, f"stack-{RANK}.txt").write_text(text)
+            Path(self.run.directory, f"stack-{RANK}.txt").write_text(text)
         else:
             os.write(2, text.encode())  # one call: ranks do not mix lines
-        at = [line for line in stack if line.filename == __file__][-1]
-        marked = any(line.name == "wait_for_other_ranks" for line in stack)
-        waits = marked or bool(self.files.search(stack[-1].filename))
-        self.store.set(NAME, json.dumps([self.progress, waits, f"line {at.lineno}, in {at.name}"]))
-        if self.store.add("reports", 1) == WORLD_SIZE:
+        waits = bool(self.library.search(frame.f_code.co_filename))
+        while frame.f_code.co_filename not in FILES:
+            frame = frame.f_back
+        waiting = {Metrics.gather.__code__, means.__code__, Watcher.agreed_signal.__code__}
+        waits = waits or frame.f_code in waiting
+        file = Path(frame.f_code.co_filename).name
+        place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
+        self.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
+        reports = self.store.add("reports", 1)
+        if reports == WORLD_SIZE:
             self.store.set("all reports", "")
+        if reports == 1:
+            self.identify()
 
-    def name_the_rank(self):
-        """Print, on the first rank that has reported, which ones hang."""
+    def identify(self):
+        """Print which ranks hang."""
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.store.wait(["all reports"], timedelta(seconds=self.timeout / 2))
-        present = (name for name in self.names if self.store.check([name]))
-        if NAME == next(present):
-            reports = {name: [-1, False, "no report"] for name in self.names}
-            reports |= {name: json.loads(self.store.get(name)) for name in (NAME, *present)}
-            # If all of these wait, one of them has left out a collective operation.
-            first = min(reports.values())[:2]
-            stalled = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == first]
-            files = f", stacks in {self.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
-            told = f"because of {', '.join(stalled[:8])}{files}"
-            say_error(f"no step for {self.timeout:g} s {told}")
-            self.store.set("named", "")
+        reporters = [name for name in self.names if self.store.check([name])]
+        reports = {name: [-1, False, "no report"] for name in self.names}
+        reports |= {name: json.loads(self.store.get(name)) for name in reporters}
+        least = min([steps, waits] for steps, waits, _ in reports.values())
+        culprits = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == least]
+        files = f", stacks in {self.run.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
+        log_error(f"no step for {self.timeout:g} s because of {', '.join(culprits[:8])}{files}")
+        self.store.set("identified", "")
 
 
-def say(message):
+def log_line(message):
     """Print a line to stderr. Ctrl-C also ends a `tee` that reads it: that is no error."""
     with suppress(OSError):
         line = f"{RECIPE}: {message}".replace("\n", " ")
@@ -1374,56 +1421,82 @@ def say(message):
         sys.stderr.flush()
 
 
-def say_error(message):
+def log_error(message):
     """Print an error in one line. The launcher repeats it in its last lines."""
-    say(f"error: {message}")
+    log_line(f"error: {message}")
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": told}))
+            Path(path).write_text(json.dumps({"message": report}))
 
 
 def exit_if_ranks_differ(store, topic, values, remedy):
     """Exit with an error unless all ranks have rank 0's {name: value}."""
-    store.set(f"{topic} {RANK}", json.dumps([NAME, values], default=str))
+    store.set(f"{topic} {RANK}", json.dumps([RANK_AND_HOST, values], default=str))
     if RANK == 0:
-        (_, own), *others = [json.loads(store.get(f"{topic} {x}")) for x in range(WORLD_SIZE)]
-        wrong = [(k, name, x.get(k)) for k in own for name, x in others if x.get(k) != own[k]]
-        told = [f"{k}: {own[k]} on {NAME}, but {x} on {name}" for k, name, x in wrong]
-        store.set(topic, f"{told[0]} ({len(told)} in all)" if told else "")
+        ranks = map(json.loads, store.multi_get([f"{topic} {x}" for x in range(WORLD_SIZE)]))
+        (_, own), *others = ranks
+        mismatches = [
+            f"{name}: {own[name]} on {RANK_AND_HOST}, but {theirs.get(name)} on {rank}"
+            for name in own
+            for rank, theirs in others
+            if theirs.get(name) != own[name]
+        ]
+        store.set(topic, f"{mismatches[0]} ({len(mismatches)} in all)" if mismatches else "")
     if difference := store.get(topic).decode():
         exit_with_error(f"{difference}: {remedy}")
 
 
-# The first rank of each machine prints at once. By SIGTERM the launcher then ends the others, which
-# wait for seconds. An exception waits one more, since another rank's end may have caused it.
+# Every end of a process comes here. The first rank of each machine prints an error at once. By
+# SIGTERM the launcher then ends the others, which wait for seconds. An exception waits one more,
+# since another rank's end may have caused it.
+def start(main):
+    """Call `main`, and end the process."""
+    try:
+        main()
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            exit_with_error(str(error.code), 1)
+        exit_now(error.code or 0)
+    except KeyboardInterrupt:
+        exit_now(128 + signal.SIGINT)
+    except Exception as error:
+        exit_with_exception(error)
+    exit_now(0)
+
+
 def exit_with_exception(error):
     """Print a line with the place in this file, above it a traceback, unless the system or the
     network is the cause."""
     text = traceback.format_exc()
-    place = re.findall(rf'File "{re.escape(__file__)}", line (\d+), in (.+)', text)[-1]
+    places = rf'File "({"|".join(map(re.escape, FILES))})", line (\d+), in (.+)'
+    file, line, function = re.findall(places, text)[-1]
     lines = str(error).strip().rstrip(".").splitlines() or [""]
     lines = dict.fromkeys(f"{line:.200}" for line in (lines[0], *lines[-2:]))
     message = f"{type(error).__name__}: {' ... '.join(lines)}"
-    message += f", in {place[1]}, line {place[0]} of {Path(__file__).name}"
-    outside = isinstance(error, OSError | distributed.DistNetworkError)
-    exit_with_error(message, 1, "" if outside else text, wait=1)
+    message += f", in {function}, line {line} of {Path(file).name}"
+    is_external = isinstance(error, OSError | distributed.DistNetworkError)
+    exit_with_error(message, 1, "" if is_external else text, wait=1)
 
 
 def exit_with_error(message, status=2, details="", wait=0):
     """Print an error in one line, and exit. Any rank may call this."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if LOCAL_RANK > 0:
         wait += 4 + LOCAL_RANK
         message = f"rank {RANK}: {message}"
+    if wait:  # the launcher may end it by SIGTERM, which the Watcher has blocked
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     time.sleep(wait)
     sys.stderr.write(details)
-    say_error(message)
+    log_error(message)
     exit_now(status)
 
 
 def exit_now(status):
     """End this process, and its DataLoaders' workers, without a tear-down: gloo may abort in it."""
+    with suppress(OSError):
+        sys.stdout.flush()
     try:
         for worker in active_children():
             worker.kill()
@@ -1439,22 +1512,21 @@ UNSUPPORTED = "USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYN
 def positive(kind):
     """Return the type of a flag for `kind`, int or float, that is above 0 and finite."""
 
-    def convert(text):
+    def number(text):
         value = kind(text)
         if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(f"{value} is not above 0")
         return value
 
-    convert.__name__ = kind.__name__  # argparse names it if `kind` raises an error
-    return convert
+    return number
 
 
-def parse_args(*declarations):
+def parse_args(description, *declarations):
     """Return the parsed flags: those of all recipes, and those that each of `declarations` adds,
     which may change the defaults of earlier ones, or declare them anew."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=layout, conflict_handler="resolve"
+        description=description, formatter_class=layout, conflict_handler="resolve"
     )
     parser.error = exit_with_error
     add = parser.add_argument
@@ -1472,7 +1544,8 @@ def parse_args(*declarations):
     add("--cpu", action="store_true", default=on_cpu, help="train on CPU")
     add("--threads", type=whole, help="CPU threads (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="default: %(default)s")
-    add("--checkpoint-every", type=whole, help="steps between checkpoints")
+    add("--evaluate-every", type=whole, help="steps between evaluations (an epoch's)")
+    add("--checkpoint-every", type=whole, help="steps between checkpoints, besides these")
     add("--keep", type=whole, default=2, help="kept checkpoints (%(default)s)")
     add("--log-every", type=whole, help="steps between lines (GPUs: 50, CPU: 10)")
     add("--tracker", help="tensorboard, wandb, ...")
@@ -1495,33 +1568,20 @@ def lock_output_directory(directory):
     try:
         os.lockf(descriptor, os.F_TLOCK, 0)
     except BlockingIOError:
-        exit_with_error(f"--output-dir {directory} is in use by another run")
+        remedy = "if its machine has died, wait two minutes for NFS, or delete run.lock"
+        exit_with_error(f"--output-dir {directory} is in use by another run: {remedy}")
     except OSError as error:  # some NFS and Lustre servers have no locks
-        say(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
+        log_line(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
 
 
 def set_run_id(directory):
     """Give the run a random id, or its former one if it resumes: for W&B, and for `find`."""
     path = directory / "run.id"
     if RANK == 0:
-        if not (path.exists() and any(directory.glob("step-*"))):
+        if not (path.exists() and checkpoint_paths(directory)):
             replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
         os.environ.setdefault("WANDB_RUN_ID", path.read_text())
         os.environ.setdefault("WANDB_RESUME", "allow")
-
-
-def keep_script(directory):
-    """Copy this file into the directory. Another one that wrote the checkpoints stays there."""
-    copy = directory / Path(__file__).name
-    if RANK > 0 or (copy.exists() and copy.read_bytes() == Path(__file__).read_bytes()):
-        return
-    checkpoints = sorted(directory.glob("step-*"))
-    if copy.exists() and checkpoints:
-        earlier = copy.with_name(f"{RECIPE}.{checkpoints[-1].stem}.py")
-        if not earlier.exists():
-            copy.replace(earlier)
-        say(f"this script has changed: {earlier} is the one of the newest checkpoint")
-    shutil.copyfile(__file__, copy)
 
 
 def exit_if_config_is_ignored(precision):
@@ -1544,15 +1604,16 @@ def choose_device(args):
     if torch.cuda.is_available() and not args.cpu:
         torch.cuda.init()  # before, torch counts GPUs of which a process has one part (MIG)
         gpus = torch.cuda.device_count()
-    hidden = any(os.environ.get(name) in ("", "-1") for name in visible)
-    present = any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))) or shutil.which("nvidia-smi")
-    if present and not (gpus or hidden):
+    hidden_by_user = any(os.environ.get(name) in ("", "-1") for name in visible)
+    has_driver = any(os.path.exists(x) for x in ("/dev/nvidia0", "/dev/kfd"))
+    has_driver = has_driver or shutil.which("nvidia-smi")
+    if has_driver and not (gpus or hidden_by_user):
         remedy = "update the driver, or install torch's build for CUDA or ROCm; or add --cpu"
         exit_with_error(f"torch cannot use the GPUs: {remedy}")
     if 0 < gpus < processes:
         exit_with_error(f"{processes} processes, {gpus} GPU(s): start one per GPU, or add --cpu")
     if gpus > processes and LOCAL_RANK == 0:
-        say(f"{gpus - processes} of {gpus} GPUs are not used: start one process per GPU")
+        log_line(f"{gpus - processes} of {gpus} GPUs are not used: start one process per GPU")
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
         torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
@@ -1572,10 +1633,12 @@ def join_process_group(args, gpus):
     store.set_timeout(TIMEOUT)
     if of_launcher:  # it keeps the addresses of processes that died before a restart
         store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    started = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
-    started |= {"versions": VERSIONS, "GPUs": bool(gpus)}
-    exit_if_ranks_differ(store, "flags", started, "start the same command on all machines")
+    must_match = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
+    must_match |= {"versions": VERSIONS, "GPUs": bool(gpus)}
+    exit_if_ranks_differ(store, "flags", must_match, "start the same command on all machines")
     backend = "nccl" if gpus else "gloo"
+    if WORLD_SIZE > 64:  # connect only ranks that communicate: all would be N x N addresses
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
     distributed.set_debug_level_from_env()
     distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
@@ -1602,7 +1665,4 @@ def make_accelerator(args, gpus, precision, handlers):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception as error:
-        exit_with_exception(error)
+    start(main)

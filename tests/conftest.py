@@ -58,7 +58,9 @@ def load(path, exits=False):
     can call a function that exits with an error in its own process."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
+    arguments, sys.argv = sys.argv, [str(ROOT / path)]  # as if it were run
     spec.loader.exec_module(module)
+    sys.argv = arguments
     if exits:
         module.exit_with_error = exit_by_exception
     return module

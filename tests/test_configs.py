@@ -104,25 +104,24 @@ def prepared_run(args, loader, accumulation):
     """Return a `Run` that was not set up, with this loader."""
     run = recipe.Run.__new__(recipe.Run)
     vars(run).update(args=args, accumulation=accumulation, accelerator=None, step=0)
-    recipe.reproducible = lambda loaders, args: loaders
+    recipe.make_reproducible = lambda loaders, args: loaders
     run.prepare_data((loader, loader), lambda accelerator, *loaders: loaders)
     return run
 
 
 def test_a_step_that_ignores_a_microbatch_does_not_shift_the_data_of_later_steps():
     """As where `train_step` leaves its loop early. Microbatches come one by one."""
-    args = SimpleNamespace(epochs=1, max_steps=None, global_batch_size=6)
+    args = SimpleNamespace(epochs=1, max_steps=None, global_batch_size=6, log_every=1)
+    args.evaluate_every = args.checkpoint_every = None
     data = recipe.SeededSamples(range(18), 0)
     loader = torch.utils.data.DataLoader(data, batch_size=2, drop_last=True)
     loader.set_epoch = lambda epoch: None  # as a prepared one has
     taken, read = [], []
     loader.collate_fn = lambda x: read.append(x) or torch.tensor(x)
     run = prepared_run(args, loader, accumulation=3)
-    run.log_every = 1
     run.scheduler = SimpleNamespace(get_last_lr=lambda: [0.1])
-    run.checkpoints = SimpleNamespace(due=lambda step: False)
     run.metrics = SimpleNamespace(timed_next=next)
-    for microbatches in run.steps(0):
+    for microbatches in run.steps():
         taken.append(next(microbatches).tolist())
         assert len(read) == 3 * len(taken) - 2
     assert taken == [[0, 1], [6, 7], [12, 13]]

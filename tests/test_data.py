@@ -95,7 +95,7 @@ def order_and_draws(seed, epoch, directory):
     faulthandler.cancel_dump_traceback_later()
     loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
     args = SimpleNamespace(batch_size=8, seed=seed)
-    loaders = recipe.reproducible((loader, DataLoader(Draws())), args)
+    loaders = recipe.make_reproducible((loader, DataLoader(Draws())), args)
     loader = accelerator.prepare(loaders[0])
     loader.set_epoch(epoch)
     loader.dataset.set_epoch(epoch)
@@ -132,7 +132,7 @@ def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before
     whole = torch.utils.data.Subset(kind(), range(40))
     options = {"collate_fn": mixed, "num_workers": workers, "drop_last": True}
     args = SimpleNamespace(batch_size=8, seed=0)
-    first, _ = recipe.reproducible((DataLoader(whole, 8, **options), DataLoader(whole)), args)
+    first, _ = recipe.make_reproducible((DataLoader(whole, 8, **options), DataLoader(whole)), args)
     first.dataset.set_epoch(3)
     first = list(first)
     torch.rand(5)

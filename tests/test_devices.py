@@ -57,16 +57,17 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     images, labels = batch = next(iter(loader))
     assert images.device == labels.device == GPU
     assert images.is_contiguous(memory_format=torch.channels_last)
-    values, _ = recipe.checked(recipe.compute_loss(model, batch, None))
+    values, _ = recipe.validate_values(recipe.compute_loss(model, batch, None))
     assert values["loss"].device == GPU
     run = SimpleNamespace(accelerator=accelerator, model=model, step=1, learning_rate=0.1)
     run.args = SimpleNamespace(global_batch_size=3)
-    metrics = SimpleNamespace(run=run, names=[], sums=0, data_seconds=0.0, last_line=0, clock=0.0)
+    metrics = SimpleNamespace(run=run, names=[], sums=0, data_seconds=0.0, clock=0.0)
+    metrics.interval_began = 0
     vars(metrics).update(bar=0, progress=SimpleNamespace(advance=lambda bar: None))
     recipe.Metrics.add(metrics, [values, values])
     assert metrics.sums.device == GPU
-    line, _, norms, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
-    assert line["grad_norm"] == 1 and norms.shape == (1, 2)
+    line, ranks, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
+    assert line["grad_norm"] == 1 and ranks["norms"].shape == (1, 2)
     # An evaluation, too.
     run.exit_if_stopped = lambda: None
     run.on_main_process = lambda function, *arguments: function(*arguments)

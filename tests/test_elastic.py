@@ -91,10 +91,10 @@ def with_gate(recipe, run):
     signals = []
     step_of_recipe = recipe.train_step
 
-    class Signal(recipe.StopSignal):
-        def receive(self, number):
+    class Watcher(recipe.Watcher):
+        def note(self, number, *frame):
             signals.append(number)
-            super().receive(number)
+            super().note(number)
 
     def train_step(training, *arguments):
         steps.append(training.step)
@@ -105,7 +105,7 @@ def with_gate(recipe, run):
                 time.sleep(0.05)
         return step_of_recipe(training, *arguments)
 
-    recipe.StopSignal = Signal
+    recipe.Watcher = Watcher
     recipe.train_step = train_step
 
 

@@ -29,7 +29,7 @@ def test_a_wrong_flag_is_one_line_that_names_it(case, monkeypatch):
     flags, said = FLAGS[case]
     monkeypatch.setattr(sys, "argv", ["ddp_cifar.py", *flags.split()])
     with pytest.raises(Exit) as error:
-        recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
+        recipe.parse_args("", recipe.add_flags, recipe.add_technique_flags)
     assert said in str(error.value).replace("'", "")
 
 
@@ -39,11 +39,11 @@ def test_a_copys_own_defaults_and_flags_win(monkeypatch, capsys):
         parser.add_argument("--lr", type=float, default=3e-4, help="peak rate of AdamW")
 
     monkeypatch.setattr(sys, "argv", ["ddp_cifar.py", "--seed", "1"])
-    args = recipe.parse_args(recipe.add_technique_flags, add_flags)
+    args = recipe.parse_args("", recipe.add_technique_flags, add_flags)
     assert [args.epochs, args.lr, args.seed] == [3, 3e-4, 1]
     monkeypatch.setattr(sys, "argv", ["ddp_cifar.py", "--help"])
     with pytest.raises(SystemExit):
-        recipe.parse_args(recipe.add_technique_flags, add_flags)
+        recipe.parse_args("", recipe.add_technique_flags, add_flags)
     told = capsys.readouterr().out
     assert (
         "passes (3)" in told and "peak rate of AdamW" in told and "see make_optimizer" not in told
@@ -54,7 +54,7 @@ def test_a_launcher_that_is_told_to_use_the_cpu_is_heard(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ddp_cifar.py"])
     for value in ("true", "false"):
         monkeypatch.setenv("ACCELERATE_USE_CPU", value)
-        args = recipe.parse_args(recipe.add_flags, recipe.add_technique_flags)
+        args = recipe.parse_args("", recipe.add_flags, recipe.add_technique_flags)
         assert args.cpu == (value == "true")
 
 

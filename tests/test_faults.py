@@ -12,9 +12,8 @@ pytestmark = pytest.mark.slow
 
 FLAGS = [*SMALL, "--batch-size", "8", "--epochs", "2", "--checkpoint-every", "4", "--threads", "1"]
 FORGETFUL = (
-    "        for name, thing in self.states.items():\n            # An",
-    '        for name, thing in self.states.items():\n            if name == "optimizer":\n'
-    "                continue\n            # An",
+    "            if is_wanted:\n",
+    '            if is_wanted and name != "optimizer":\n',
 )
 LEAVES_A_PROCESS = """
 plain_step = train_step

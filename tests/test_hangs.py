@@ -83,7 +83,8 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
     elif how == STOP:
         assert named == f"rank {processes - 1} on {HOST} (no report)"
     else:
-        place = re.fullmatch(rf"rank {processes - 1} on {HOST} \(line (\d+), in (\w+)\)", named)
+        pattern = r"line (\d+) of [a-z_]+\.py, in (\w+)"
+        place = re.fullmatch(rf"rank {processes - 1} on {HOST} \({pattern}\)", named)
         assert place and place[2] == function, named
         line = "stall()" if where != IN_WORKER else "batch = next("
         assert line in script.read_text().splitlines()[int(place[1]) - 1]

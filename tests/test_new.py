@@ -80,7 +80,7 @@ def test_what_a_copy_does_not_use_is_removed(make, tmp_path):
     for name in ("ImageTensors", "cifar10", "synthetic_images", "CIFAR-10", "import F\n", "--stem"):
         assert name in REFERENCE.read_text() or name == "import F\n"
         assert name not in text
-    assert "def set_up(" in text
+    assert "def warm_up(" in text
     make("new", "gan.py", "gan")  # it keeps the recipe's `add_flags`
     assert '"--data"' in (text := (tmp_path / "gan.py").read_text()) and '"--stem"' not in text
 
@@ -143,7 +143,7 @@ EDITED = ("values, grad_norm = train_step", "values, norm = train_step")
         ("add", ["best_weights", "best_weights"], "ddp", None, "best_weights.diff does not fit"),
         ("add", ["ema"], "ddp", EDITED, "ema.diff does not fit main"),
         ("add", [TASK], "ddp", ("(num_classes=10, z", "(num_classes=9, z"), "build_model of the"),
-        ("add", ["ema"], "ddp", ("\n\ndef add_", "\n\nNAME = 1\n\n\ndef add_"), "NAME (line "),
+        ("add", ["ema"], "ddp", ("\n\ndef add_", "\n\nRANK = 1\n\n\ndef add_"), "RANK (line "),
         ("add", ["ema"], "ddp", ("# =====", "# -----"), "has no shared block"),
         ("add", ["ema"], "ddp", ('"""Train ', 'text = """Train '), "has no docstring"),
         ("add", ["ema"], "ddp", ("import argparse", "import argparse,"), "own.py, line "),

@@ -15,8 +15,8 @@ recipe = load("recipes/ddp_cifar.py", exits=True)
 LOSS = torch.rand(8, requires_grad=True)
 
 RETURNED = {
-    "the scalar of model(...).loss": (LOSS.mean(), "no dictionary but a Tensor"),
-    "a tuple": ((LOSS, LOSS), "no dictionary but a tuple"),
+    "the scalar of model(...).loss": (LOSS.mean(), "a Tensor"),
+    "a tuple": ((LOSS, LOSS), "a tuple"),
     "a detector's": ({"a": LOSS, "b": LOSS}, "a: torch.Size([8]), b: torch.Size([8])"),
     "no loss in eval mode": ({"accuracy": LOSS}, "accuracy: torch.Size([8])"),
     "a mean": ({"loss": LOSS.mean()}, "loss: torch.Size([])"),
@@ -35,7 +35,7 @@ RETURNED = {
 def test_a_loss_that_is_not_one_value_per_sample_is_an_error(case):
     returned, told = RETURNED[case]
     with pytest.raises(Exit, match=rf"compute_loss returned {re.escape(told)}: return") as error:
-        recipe.checked(returned)
+        recipe.validate_values(returned)
     assert 'one value per sample (reduction="none")' in str(error.value)
 
 
@@ -92,9 +92,9 @@ LOADERS = {
 
 @pytest.mark.parametrize("case", LOADERS)
 def test_loaders_that_cannot_be_resumed_exactly_are_an_error(case):
-    recipe.reproducible((TRAIN, TEST), ARGS)
+    recipe.make_reproducible((TRAIN, TEST), ARGS)
     with pytest.raises(Exit, match="load_data: "):
-        recipe.reproducible(LOADERS[case], ARGS)
+        recipe.make_reproducible(LOADERS[case], ARGS)
 
 
 def test_a_training_set_of_which_an_order_leaves_nothing_fills_no_batch(tmp_path):
@@ -115,10 +115,9 @@ def test_a_model_in_eval_mode_is_an_error():
 
 def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
     states = {"own": SimpleNamespace(state_dict=lambda: {"path": Path("x")})}
-    run = SimpleNamespace(directory=tmp_path, config={}, facts={}, may_differ=())
-    run.storage = recipe.FileStorage(run, states)
-    checkpoints = recipe.Checkpoints(run)
-    with pytest.raises(Exit, match=r"cannot write .*step-00000001.pt.*UnpicklingError"):
+    run = SimpleNamespace(directory=tmp_path, config={}, methods={})
+    checkpoints = recipe.Checkpoints(run, states)
+    with pytest.raises(Exit, match=r"cannot write .*step-00000001.*UnpicklingError"):
         checkpoints.save(1, "")
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +141,7 @@ ON_RANK_1 = "    if accelerate.PartialState().process_index == 1 and model.train
 @mistake((RETURN, f"{ON_RANK_1}        return loss\n{RETURN}"))
 def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
     """The other one waits for it, and has nothing to say."""
-    assert the_line(outcome).startswith("mine: error: rank 1: compute_loss returned no dictionary")
+    assert the_line(outcome).startswith("mine: error: rank 1: compute_loss returned a Tensor")
     assert outcome.codes[1] == 2 and "step 1/" not in outcome.output
 
 
@@ -153,7 +152,7 @@ SPOIL = f"{ON_RANK_1}        logits.register_hook(lambda gradient: gradient * ma
 def test_a_model_that_is_not_finite_on_one_rank_is_not_saved(outcome):
     """Its gradient spoils all weights in the same step, but not yet a loss."""
     line = the_line(outcome)
-    assert "not finite at step 1, which is not saved" in line
+    assert "not finite between steps 0 and 1, nothing was saved" in line
     assert ": the weights of ranks [0, 1]:" in line
     assert not list((outcome.directory / "run").glob("step-*"))
 
@@ -164,7 +163,7 @@ LONG = ["--log-every", 9, "--max-steps", 9, "--batch-size", 8]
 
 @pytest.mark.copied("ddp_cifar", (RETURN, SIGNALLED + RETURN), flags=LONG)
 def test_a_stop_between_two_lines_saves_no_weights_that_are_not_finite(outcome):
-    assert outcome.codes == [2] and "which is not saved" in outcome.output, outcome.output
+    assert outcome.codes == [2] and "nothing was saved" in outcome.output, outcome.output
     assert not list((outcome.directory / "run").glob("step-*"))
 
 
@@ -175,7 +174,7 @@ PATIENT = {"processes": 2, "grace": 30, "terminate": False}
 @pytest.mark.copied("pipeline_cifar", project=LAST_STAGE, flags=["--max-steps", 1], **PATIENT)
 def test_weights_that_are_not_finite_on_one_rank_end_all_by_themselves(outcome):
     assert outcome.codes == [2, 2] and "step 1/" not in outcome.output, outcome.output
-    assert "not finite at step 1, which is not saved" in outcome.output
+    assert "not finite between steps 0 and 1, nothing was saved" in outcome.output
     assert ": the weights of ranks [1]:" in outcome.output
 
 
@@ -222,7 +221,7 @@ DRIFTS = [
 @pytest.mark.parametrize("ranks", DRIFTS)
 def test_ranks_that_drift_apart_exit_before_a_save(outcome, ranks):
     line = the_line(outcome)
-    assert f"at step 1, which is not saved, ranks {ranks} have other weights than rank 0" in line
+    assert f"ranks {ranks} have other weights than rank 0 at step 1, which is not saved" in line
     assert "call model(...)" in line and not list((outcome.directory / "run").glob("step-*"))
 
 
@@ -273,3 +272,20 @@ def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
     number = int(re.search(r"line (\d+) of", line)[1])
     mistake = (outcome.directory / "mine.py").read_text().splitlines()[number - 1]
     assert "raise" in mistake
+
+
+EXITS = project(
+    "own_mistakes", compute_loss="loss_that_exits", load_data="data_of_persistent_workers"
+)
+
+
+@pytest.mark.copied("ddp_cifar", project=EXITS, flags=["--batch-size", 16])
+def test_an_exit_in_a_function_ends_the_run_with_its_message_and_what_was_printed(outcome):
+    """multiprocessing would wait for workers that block its signal."""
+    assert outcome.codes == [1] and "mine: error: bad data\n" in outcome.output, outcome.output
+    assert "a line that is not flushed\n" in outcome.output
+
+
+@pytest.mark.copied("ddp_cifar", project=project("own_mistakes", main="main_that_prints"))
+def test_a_normal_end_keeps_what_was_printed(outcome):
+    assert outcome.codes == [0] and outcome.output.endswith("a last line that is not flushed\n")

@@ -150,20 +150,19 @@ def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
 
 
 OUTPUTS = project("pipeline", compute_loss="loss_with_outputs", test_metrics="places")
-SIZES = {size: ["--split", 1, f"--batch-size={size}"] for size in (16, 24)}
+TEST_LOADER = "DataLoader(test_set, **options)"
+SMALLER = TEST_LOADER, 'DataLoader(test_set, **{**options, "batch_size": 12})'
+SIZES = {"16": (), "24": (), "16, test 12": (SMALLER,)}
+
+
+def with_outputs(size):
+    flags = ["--split", 1, f"--batch-size={size[:2]}"]
+    given = {"project": OUTPUTS, "processes": 4, "flags": flags}
+    return pytest.param(size, marks=pytest.mark.copied("pipeline_cifar", *SIZES[size], **given))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(
-            size,
-            marks=pytest.mark.copied("pipeline_cifar", project=OUTPUTS, processes=4, flags=flags),
-        )
-        for size, flags in SIZES.items()
-    ],
-)
+@pytest.mark.parametrize("size", [*map(with_outputs, SIZES)])
 def test_the_outputs_of_the_last_stages_come_in_the_order_of_the_test_set(outcome, size):
     """Objects, and rows of tensors; the last batch is incomplete, or there are none left."""
     assert set(outcome.codes) == {0}, outcome.output

@@ -1,6 +1,7 @@
 """A run that was stopped and resumed is the run that was not, bit for bit."""
 
 import pytest
+import torch
 from conftest import (
     LITTLE,
     SMALL,
@@ -63,16 +64,19 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
 
 UNFUSED = (
     "    optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)\n",
-    "    optimizer = torch.optim.AdamW(model.parameters(), lr=peak / 100)\n",
+    "    trained = [p for p in model.parameters() if p.requires_grad]\n"
+    "    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(peak / 100))\n",
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar", "sharded_cifar"])
-def test_buffers_of_no_state_dict_resume_and_no_state_keeps_the_file(recipe, tmp_path):
+def test_what_is_no_tensor_of_a_state_dict_resumes_and_no_state_keeps_the_file(recipe, tmp_path):
     """AdamW that is not fused would keep its number of steps in the mapped checkpoint, and so the
-    disk space of a file that a later save deletes."""
-    script = copy(recipe, tmp_path / "mine.py", *LITTLE, UNFUSED, project=project("resume"))
+    disk space of a file that a later save deletes. FSDP takes no integer parameters."""
+    model = "growing_model" if recipe == "sharded_cifar" else "quantised_model"
+    text = project("resume", build_model=model)
+    script = copy(recipe, tmp_path / "mine.py", *LITTLE, UNFUSED, project=text)
     flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
     common = {"processes": 2, "script": script, "directory": tmp_path}
     whole, broken = ([*flags, "--log-every", 1, "--output-dir", x] for x in ("whole", "broken"))
@@ -92,15 +96,46 @@ def test_buffers_of_no_state_dict_resume_and_no_state_keeps_the_file(recipe, tmp
     assert len({path.stat().st_mode for path in files}) == 1, "all by the umask"
 
 
-def test_a_script_that_has_changed_is_told_and_its_earlier_text_stays(tmp_path):
+def test_each_script_that_has_trained_is_kept(tmp_path):
     one = described_copy(tmp_path / "run", "ddp_cifar", flags=["--batch-size", 32])
     forked([one], tmp_path)
     script = one["script"]
     earlier = script.read_text()
     script.write_text(earlier.replace("nn.ReLU()", "nn.GELU()"))
-    again, unchanged = forked([one, one], tmp_path)
-    said = "mine: this script has changed: run/mine.step-00000002.py is the one of the newest"
-    assert again[1].count(said) == 1 and said not in unchanged[1], again[1]
-    directory = one["directory"] / "run"
-    assert (directory / "mine.step-00000002.py").read_text() == earlier
-    assert (directory / "mine.py").read_text() == script.read_text()
+    forked([one, one], tmp_path)
+    kept = {path.name: path.read_text() for path in (one["directory"] / "run").glob("*.py")}
+    now = script.read_text()
+    assert kept == {"mine.from-00000000.py": earlier, "mine.from-00000002.py": now}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "processes"),
+    [
+        ("ddp_cifar", 1),
+        pytest.param("amp_cifar", 2, marks=pytest.mark.twin),
+        ("pipeline_cifar", 2),
+        ("sharded_cifar", 2),
+    ],
+)
+def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_repeated(
+    recipe, processes, tmp_path
+):
+    """Every third of eight steps, four in an epoch."""
+    text = project("resume", evaluate="evaluate_or_end")
+    script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=text)
+    flags = [*SMALL, "--global-batch-size", 64, "--batch-size", 32, "--epochs", 2]
+    common = {"processes": processes, "script": script, "directory": tmp_path}
+    often = [*flags, "--evaluate-every", 3, "--log-every", 1, "--output-dir"]
+    runs = [
+        {**common, "flags": [*flags, "--log-every", 1, "--output-dir", "without"]},
+        {**common, "flags": [*often, "with"]},
+        {**common, "flags": [*often, "ended"], "env": {"ENDS": "3"}},
+        {**common, "flags": [*often, "ended"]},
+    ]
+    answers = forked(runs, tmp_path)
+    assert [set(codes) for codes, _ in answers] == [{0}, {0}, {7}, {0}], answers
+    without, often, ended = (outputs(tmp_path / name) for name in ("without", "with", "ended"))
+    assert [line["step"] for line in often.evaluations] == [3, 6, 8]
+    torch.testing.assert_close(often.weights, without.weights, rtol=0, atol=0)
+    assert_same_training(ended, often, 0)

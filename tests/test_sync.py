@@ -20,12 +20,11 @@ WITH_BLOCK = [REFERENCE, *COPIES]
 ALL = {"add_technique_flags", "train_step", "main"}
 OWN = {
     "amp_cifar": ALL | {"make_optimizer"},
-    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "set_up"},
-    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "set_up"},
+    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "warm_up"},
+    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "warm_up"},
 }
 # Functions of the reference that it does not have.
-DDP = {"broadcast_buffers"}
-WITHOUT = {"amp_cifar": set(), "pipeline_cifar": DDP, "sharded_cifar": DDP}
+WITHOUT = {"amp_cifar": set(), "pipeline_cifar": set(), "sharded_cifar": set()}
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
 OF_THE_BASELINE |= {"seed_rng", "ImageTensors", "cifar10", "synthetic_images"}
@@ -65,7 +64,7 @@ def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
     assert listed[0] == checksum(block), "CHANGELOG.md: a line on this change of the block"
     assert block.count("\n# -----") == 6, "sections"
     names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
-    classes = {"Run", "Metrics", "Checkpoints", "FileStorage", "StopSignal", "HangDetector"}
+    classes = {"Run", "Metrics", "Checkpoints", "Watcher"}
     assert classes | {"parse_args", "exit_with_error", "make_accelerator"} <= names
 
 
@@ -201,10 +200,20 @@ SECOND_BANNER = "# ===== this recipe's own"
     ("old", "new", "copy", "message"),
     [
         ("def choose_device(", "def choose_gpu(", MINE, "nowhere: choose_device: see diff"),
-        ("def say(", "train_step = 1\n\n\ndef say(", MINE, r"# =====': train_step \(line \d+\)"),
+        (
+            "def log_line(",
+            "train_step = 1\n\n\ndef log_line(",
+            MINE,
+            r"# =====': train_step \(line \d+\)",
+        ),
         (BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
-        ("def say(", "def say(", "project/recipes/data_parallel_cifar.py", "no shared block"),
-        ("def say(", "def say(", "none.py", "No such file"),
+        (
+            "def log_line(",
+            "def log_line(",
+            "project/recipes/data_parallel_cifar.py",
+            "no shared block",
+        ),
+        ("def log_line(", "def log_line(", "none.py", "No such file"),
     ],
 )
 def test_make_sync_changes_nothing_if_the_copy_would_not_run(project, old, new, copy, message):
@@ -216,7 +225,7 @@ def test_make_sync_changes_nothing_if_the_copy_would_not_run(project, old, new, 
 
 
 @pytest.mark.parametrize(
-    ("line", "name"), [("NAME = 'mine'", "NAME"), ("from datasets import Dataset", "Dataset")]
+    ("line", "name"), [("RANK = 'mine'", "RANK"), ("from datasets import Dataset", "Dataset")]
 )
 def test_a_name_on_both_sides_of_the_banner_is_an_error(project, line, name):
     """Also an import of another thing than the one that the block uses."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import cached_file
 
-from ddp_cifar import RANK, exit_with_error, say
+from ddp_cifar import RANK, exit_with_error, log_line
 from lib.json_lines import read_lines
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
@@ -55,7 +55,7 @@ def read_chats(path, args, form, make_samples):
     if len(train) < args.global_batch_size:
         exit_with_error(f"{found}: the training set does not fill one batch")
     if len(kept) < len(lines) and RANK == 0:
-        say(f"{found}, the others are left out")
+        log_line(f"{found}, the others are left out")
     return [[sample for samples in part for sample in samples] for part in (train, test)]
 
 

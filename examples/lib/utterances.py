@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddp_cifar import RANK, exit_with_error, say
+from ddp_cifar import RANK, exit_with_error, log_line
 
 RATE, WINDOW, HOP, MELS = 16000, 400, 160, 80  # samples per second, of 25 ms, of 10 ms; bands
 SHORTENED = 4  # spectra for one output of the model
@@ -93,7 +93,7 @@ class Utterances(Dataset):
             found = (
                 f"{len(short)} of {len(self.rows)} are too short for their text: they teach nothing"
             )
-            say(f"{path}: {found}, such as {short[0]}")
+            log_line(f"{path}: {found}, such as {short[0]}")
         self.lengths = torch.tensor([samples for _, _, samples in self.rows])
         self.characters = characters
 

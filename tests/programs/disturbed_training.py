@@ -66,7 +66,7 @@ def watch_batches(recipe, directory, when, what):
             time.sleep(1000)
         elif disturbance:
             os.kill(os.getpid(), signal.Signals[disturbance])
-            while not run.stop.received:  # by a thread, which may have to wait for a core
+            while not run.watcher.received:  # by a thread, which may have to wait for a core
                 time.sleep(0.01)
         with open(f"{directory}/batches.{os.environ.get('RANK', 0)}", "a") as file:
             for images, labels in microbatches:

@@ -6,7 +6,6 @@ samples]} to argv[1], with samples that count equally and with weights.
 
 import json
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 recipe = load("recipes/ddp_cifar.py")
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
-hang = SimpleNamespace(paused=nullcontext)
-run = SimpleNamespace(accelerator=accelerator, args=None, hang=hang, exit_if_stopped=lambda: None)
+run = SimpleNamespace(accelerator=accelerator, args=None, is_paused=False)
+run.exit_if_stopped = lambda: None
 run.cpu_group = distributed.group.WORLD if accelerator.use_distributed else None
 run.on_main_process = partial(recipe.Run.on_main_process, run)
 torch.set_default_dtype(torch.float64)

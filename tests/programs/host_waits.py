@@ -53,13 +53,12 @@ if precision == "fp16" and not cuda:  # as on a GPU
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu")
 run.prepare_data(recipe.load_data(args, accelerator))
-steps = run.steps(0)
+steps = run.steps()
 model = recipe.build_model(args)
 optimizer, scheduler = recipe.make_optimizer(model, args, 100)
 model, optimizer = accelerator.prepare(model, optimizer)
 training = [run, model, optimizer, scheduler]
 run.scheduler = scheduler
-run.checkpoints = SimpleNamespace(due=lambda step: False)
 run.metrics = metrics = SimpleNamespace(names=[], sums=0, bar=0, timed_next=next)
 metrics.progress = SimpleNamespace(advance=lambda bar: None)
 

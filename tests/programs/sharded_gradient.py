@@ -65,7 +65,8 @@ units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(
 root = sum(size(p) for p in whole.parameters()) - sum(units)
 args = SimpleNamespace(weights=None, precision="fp32", compile=False)
 args.activation_checkpointing = sys.argv[3] == "True"
-run = SimpleNamespace(args=args, accelerator=accelerator, cpu_group=None)
+run = SimpleNamespace(args=args, accelerator=accelerator, cpu_group=None, directory=None)
+run.on_main_process = lambda *_: []  # no checkpoint
 model = recipe.build_sharded_model(run, mesh)
 gathered = []
 # FSDP puts unsharded parameters there for a while. `model.parameters()` would be slow.

@@ -5,16 +5,16 @@ output directory of its own."""
 import os
 import sys
 
-from ddp_cifar import FileStorage, add_flags, main, say
+from ddp_cifar import RANK, add_flags, log_line, main, read_file
 
-read, plain_flags, plain_main = FileStorage.read, add_flags, main
+plain_read, plain_flags, plain_main = read_file, add_flags, main
 
 
-def announced(self, path):
-    say(f"rank {os.environ['RANK']} reads {path}")
+def read_file(path):
+    log_line(f"rank {RANK} reads {path}")
     if os.environ["RANK"] == os.environ.get("FAILS"):
         raise OSError(116, "Stale file handle")
-    return read(self, path)
+    return plain_read(path)
 
 
 def add_flags(parser):
@@ -24,7 +24,6 @@ def add_flags(parser):
 
 
 def main():
-    FileStorage.read = announced
     if "OWN_DISKS" in os.environ:
         sys.argv[-1] += os.environ["RANK"]
     plain_main()

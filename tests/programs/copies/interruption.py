@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_cifar import compute_loss, main, say, train_step
+from ddp_cifar import compute_loss, log_line, main, train_step
 
 plain_loss, plain_main, plain_step = compute_loss, main, train_step
 
@@ -50,7 +50,7 @@ def evaluation_that_is_signalled(model, batch, args):
     global evaluated
     if not model.training:
         evaluated += 1
-        say(f"evaluates batch {evaluated}")
+        log_line(f"evaluates batch {evaluated}")
         if evaluated == 2 and os.environ["RANK"] == os.environ.get("SIGNALLED"):
             os.kill(os.getpid(), signal.SIGTERM)
     return plain_loss(model, batch, args)
@@ -64,6 +64,8 @@ def main_under_nohup():
 def step_under_nohup(run, *arguments):
     if run.step in (2, 5):
         os.kill(os.getpid(), signal.SIGHUP if run.step == 2 else signal.SIGTERM)
+    while run.step == 5 and not run.watcher.received:  # its thread may have to wait for a core
+        time.sleep(0.01)
     return plain_step(run, *arguments)
 
 

@@ -1,14 +1,16 @@
 """For copies in test_own_mistakes.py: mistakes that processes have to tell each other."""
 
 import argparse
+import sys
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddp_cifar import RANK, build_model, make_optimizer, train_step
+from ddp_cifar import RANK, build_model, main, make_optimizer, train_step
 
 plain_model, plain_optimizer, plain_step = build_model, make_optimizer, train_step
+plain_main = main
 
 
 def draw_weights_by_rank(accelerator, model):
@@ -52,3 +54,19 @@ def data_of_which_none_is_left(args, accelerator):
     data = torch.utils.data.TensorDataset(torch.zeros(6, 3, 8, 8), torch.zeros(6).long())
     left = torch.utils.data.Subset(data, range(len(data) // 8 * 8))
     return DataLoader(left, args.batch_size, drop_last=True), DataLoader(data, args.batch_size)
+
+
+def loss_that_exits(model, batch, args):
+    print("a line that is not flushed")
+    sys.exit("bad data")
+
+
+def data_of_persistent_workers(args, accelerator):
+    data = torch.utils.data.TensorDataset(torch.zeros(64, 3, 8, 8), torch.zeros(64).long())
+    options = {"batch_size": args.batch_size, "num_workers": 1, "persistent_workers": True}
+    return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, **options)
+
+
+def main_that_prints():
+    plain_main()
+    print("a last line that is not flushed")

@@ -1,4 +1,6 @@
-"""For copies in test_resume.py: buffers of no state dict, and steps that say what they map."""
+"""For copies in test_resume.py: a model with all that is in no tensor of its state dict, a learning
+rate that is a tensor, and steps that say what they map. ENDS is the step before which a rank ends,
+or in whose evaluation."""
 
 import os
 from pathlib import Path
@@ -6,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddp_cifar import build_model, say, train_step
+from ddp_cifar import build_model, evaluate, log_line, train_step
 
-plain_model, plain_step = build_model, train_step
+plain_model, plain_step, plain_evaluate = build_model, train_step, evaluate
+ENDS = int(os.environ.get("ENDS", 0))
 
 
 class Growing(nn.Module):
@@ -16,20 +19,42 @@ class Growing(nn.Module):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)  # in no state dict
         self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.steps = 0
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
 
     def forward(self, x):
         if self.training:
             self.calls += 1
+            self.steps += 1
             self.cache = torch.zeros(len(self.cache) + 1)  # another size than in a new process
-        return x * (1 + self.calls / 100)
+        return x * (1 + self.calls / 100 + self.steps / 100 + self.expanded[0])
 
 
-def build_model(args):
+def growing_model(args):
     return plain_model(args).insert(0, nn.Sequential(Growing()))
 
 
+def quantised_model(args):
+    model = growing_model(args)
+    weight = torch.ones(4, dtype=torch.int8)
+    model[0][0].quantised = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
 def train_step(run, *arguments):
-    if run.step == int(os.environ.get("ENDS", 0)):
+    if run.step == ENDS:
         os._exit(7)
-    say(f"mapped files: {'/step-' in Path('/proc/self/maps').read_text()}")
+    log_line(f"mapped files: {'/step-' in Path('/proc/self/maps').read_text()}")
     return plain_step(run, *arguments)
+
+
+def evaluate_or_end(run, *arguments):
+    if run.step == ENDS:
+        os._exit(7)
+    return plain_evaluate(run, *arguments)
