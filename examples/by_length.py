@@ -3,7 +3,7 @@
 """Train a small Llama on the lines of a text file, in batches of lines of similar lengths.
 
     python tools/toy.py text
-    torchrun --nproc_per_node 2 mine.py --text toy/text.txt --batch-size 64 --epochs 1
+    torchrun --standalone --nproc_per_node 2 mine.py --text toy/text.txt --batch-size 64 --epochs 1
 
 Needs `pip install transformers`. The bytes of a line are its tokens, at most --length + 1 of them.
 The first tenth of the lines is the test set. The order puts lines of similar lengths into the same

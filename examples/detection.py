@@ -3,7 +3,7 @@
 """Train FCOS to find objects: images of any sizes, and their boxes in COCO's JSON.
 
     python tools/toy.py boxes
-    torchrun --nproc_per_node 2 mine.py --train toy/boxes/train toy/boxes/train.json \\
+    torchrun --standalone --nproc_per_node 2 mine.py --train toy/boxes/train toy/boxes/train.json \\
         --test toy/boxes/test toy/boxes/test.json --resnet 18 --norm group --size 96 \\
         --epochs 4 --batch-size 4
 

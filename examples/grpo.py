@@ -3,12 +3,12 @@
 """Train a chat model by verifiable rewards: GRPO (Shao et al. 2024, arXiv:2402.03300).
 
     python tools/toy.py prompts
-    torchrun --nproc_per_node 2 mine.py --base toy/llama --prompts toy/prompts.jsonl \\
+    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama --prompts toy/prompts.jsonl \\
         --new-tokens 4 --batch-size 8 --epochs 2 --lr 1e-2
 
 With a model of the Hub and your own prompts.jsonl:
 
-    torchrun --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
 
 Needs `pip install transformers jinja2`. The toy model has random weights: --lr is higher for it.
 Each line of --prompts has a "prompt", a text or messages, and what `reward` reads: replace that

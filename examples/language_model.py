@@ -3,7 +3,7 @@
 """Train a small Llama on the bytes of a text file.
 
     python tools/toy.py text
-    torchrun --nproc_per_node 2 mine.py --text toy/text.txt --epochs 1 --batch-size 16
+    torchrun --standalone --nproc_per_node 2 mine.py --text toy/text.txt --epochs 1 --batch-size 16
 
 Needs `pip install transformers`. The bytes of the file are the tokens, and its last tenth is the
 test set. Every token counts once, however a batch is divided: "weight" is the number of a

@@ -3,7 +3,7 @@
 """Train a small Llama on several texts, mixed by weights.
 
     python tools/toy.py text
-    torchrun --nproc_per_node 2 mine.py --mix toy/text.txt:3 toy/code.txt:1 \\
+    torchrun --standalone --nproc_per_node 2 mine.py --mix toy/text.txt:3 toy/code.txt:1 \\
         --batch-size 16 --epochs 1
 
 Needs `pip install transformers`. Here three of four sequences are of text.txt, in any part of an

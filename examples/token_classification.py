@@ -3,12 +3,13 @@
 """Find named entities: fine-tune a model of the Hub, or of a directory, to tag the words of texts.
 
     python tools/toy.py entities
-    torchrun --nproc_per_node 2 mine.py --base toy/bert --train toy/entities/train.conll \\
-        --test toy/entities/test.conll --epochs 4 --batch-size 16 --lr 1e-3
+    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert \\
+        --train toy/entities/train.conll --test toy/entities/test.conll --epochs 4 \\
+        --batch-size 16 --lr 1e-3
 
 With a model of the Hub and your own train.conll and test.conll:
 
-    torchrun --nproc_per_node 2 mine.py --base google-bert/bert-base-cased
+    torchrun --standalone --nproc_per_node 2 mine.py --base google-bert/bert-base-cased
 
 Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. A line of
 a .conll file has a word, any other columns, and the word's tag; an empty line ends a sentence.

@@ -10,7 +10,7 @@ from recipe import COPIES, IMPORTS, REFERENCE, ROOT, statements
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
 GROUPS = ("vision", "language", "speech", "tables", "additions")
-TRAIN = "torchrun --nproc_per_node 2 mine.py"  # in the docstring of an example with a task
+TRAIN = "torchrun --standalone --nproc_per_node 2 mine.py"  # of an example with a task
 
 
 def source(name, kind, recipe=""):

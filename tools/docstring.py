@@ -33,7 +33,7 @@ def parents(text):
 def adapted(paragraph, file_name):
     """Return a paragraph of a recipe or an example with the name of the copy."""
     launch = r"accelerate launch --config_file \S+/(\d)gpu.yaml"
-    paragraph = re.sub(launch, r"torchrun --nproc_per_node \1", paragraph)
+    paragraph = re.sub(launch, r"torchrun --standalone --nproc_per_node \1", paragraph)
     return re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", lambda _: file_name, paragraph)
 
 
