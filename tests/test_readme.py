@@ -38,7 +38,7 @@ OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --si
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
 OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
-OTHERS += "--index-url --exclude --tuned --chat --enable_jit_checkpoint "
+OTHERS += "--index-url --standalone --exclude --tuned --chat --enable_jit_checkpoint "
 OTHERS += "--resume_from_checkpoint"
 
 
