@@ -158,15 +158,17 @@ def evaluate(run, model, loader):
     sums = 0
     gathered = []
     for index, batch in enumerate(loader):
-        seed_rng("evaluation", index * accelerator.num_processes + accelerator.process_index)
+        number = index * accelerator.num_processes + accelerator.process_index
+        seed_rng("evaluation", number)
         values, outputs = validate_values(compute_loss(model, batch, run.args))
-        sums += accelerator.gather_for_metrics(sample_rows(values)).sum(0)  # drops the padding
+        left = len(loader.dataset) - number * loader.batch_sampler.batch_size
+        sums += sample_rows(values)[: max(0, left)].sum(0)  # without a rank's whole filling batch
         if outputs is not None:
             gathered += gather_outputs(run, outputs)
         run.exit_if_stopped()
     for module, mode in modes.items():
         module.training = mode
-    results = means(values, sums, len(loader.dataset))
+    results = means(values, accelerator.reduce(sums), len(loader.dataset))
     results |= run.on_main_process(test_metrics, gathered[: len(loader.dataset)], run.args)
     return {f"test_{name}": float(value) for name, value in results.items()}
 
@@ -285,7 +287,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ===================================== shared infrastructure 6060061df116: identical in all recipes
+# ===================================== shared infrastructure 41b0eb459f33: identical in all recipes
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -717,11 +719,13 @@ def seed_rng(*key):
 
 
 class SeededSamples(Dataset):
-    """A dataset whose random numbers, and a collate_fn's, depend on (seed, epoch, index) alone."""
+    """A dataset whose random numbers, and a collate_fn's, depend on (seed, epoch, index) alone. A
+    test set is read in order, and a batch ends with it: Accelerate would fill up the last one."""
 
-    def __init__(self, dataset, seed):
+    def __init__(self, dataset, seed, is_test=False):
         self.dataset = dataset
         self.seed = seed
+        self.is_test = is_test
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for persistent workers
         self.set_epoch(0)
 
@@ -739,6 +743,8 @@ class SeededSamples(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, indices):
+        if self.is_test:
+            indices = indices[: len(self) - indices[0]]
         inner = self.dataset
         while isinstance(inner, torch.utils.data.Subset):  # it has the method in any case
             inner = inner.dataset
@@ -761,12 +767,12 @@ def datasets_in(dataset):
 def make_reproducible(loaders, args):
     """Return two loaders, with `SeededSamples`. Exit with an error if one cannot be resumed exactly
     or leaves out samples of the test set."""
-    samplers = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+    samplers = [torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler]
     has_two = len(loaders) == 2
     for is_training, loader in zip((True, False), loaders, strict=has_two):
         batches = loader.batch_sampler
         is_standard = type(batches) is torch.utils.data.BatchSampler
-        is_standard = is_standard and type(batches.sampler) in samplers
+        is_standard = is_standard and type(batches.sampler) in samplers[: 1 + is_training]
         is_standard = is_standard and batches.drop_last == is_training
         has_size = loader.batch_size == args.batch_size or not is_training
         is_empty = not (is_training or len(loader.dataset))  # `prepare_data` counts the other's
@@ -775,7 +781,8 @@ def make_reproducible(loaders, args):
             remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
             exit_with_error(f"load_data: each of two DataLoaders needs {remedy}")
         # DataLoader forbids an assignment, since a sampler may belong to the dataset.
-        object.__setattr__(loader, "dataset", SeededSamples(loader.dataset, args.seed))
+        dataset = SeededSamples(loader.dataset, args.seed, is_test=not is_training)
+        object.__setattr__(loader, "dataset", dataset)
     return loaders
 
 

@@ -23,6 +23,7 @@ class Batches:
     def __init__(self, loader):
         self.dataset = loader.dataset
         self.set_epoch = loader.dataset.set_epoch
+        self.batch_sampler = SimpleNamespace(batch_size=3)
 
     def __iter__(self):
         return iter([self.dataset.__getitems__([0, 1, 2])] * 3)
@@ -41,7 +42,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(FakeTensor, "share_memory_", lambda tensor: tensor)
     monkeypatch.setattr(recipe.utils, "broadcast", lambda tensors: [same(x) for x in tensors])
     monkeypatch.setattr(recipe, "means", lambda names, *_: dict.fromkeys(names, 1.0))
-    collectives = {"gather": same, "gather_for_metrics": same}
+    collectives = {"gather": same, "reduce": same}
     accelerator = SimpleNamespace(device=GPU, process_index=0, num_processes=1, **collectives)
     args = SimpleNamespace(data="synthetic", model="simple_cnn", batch_size=64, seed=0)
     with FakeTensorMode():

@@ -79,6 +79,7 @@ LOADERS = {
     "another batch size": (data.DataLoader(SAMPLES, 4, drop_last=True), TEST),
     "a test without the last samples": (TRAIN, TRAIN),
     "training with a smaller last batch": (TEST, TEST),
+    "a test in another order": (TRAIN, data.DataLoader(SAMPLES, 8, shuffle=True)),
     "an empty test set": (TRAIN, data.DataLoader(data.Subset(SAMPLES, []), 8)),
     "a sampler of some samples": (TRAIN, data.DataLoader(SAMPLES, 8, sampler=RANDOM)),
     "weighted": (data.DataLoader(SAMPLES, 8, sampler=WEIGHTED, drop_last=True), TEST),

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from conftest import load
 from torch import distributed
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 recipe = load("recipes/ddp_cifar.py")
 unweighted = recipe.compute_loss
@@ -38,6 +38,12 @@ class Transformed(TensorDataset):
     def __getitem__(self, index):
         inputs, label = super().__getitem__(index)
         return inputs + torch.randn(5), label
+
+
+def with_noise(samples):
+    """Numbers of a collate_fn: they depend on how many samples a batch has."""
+    inputs, labels = default_collate(samples)
+    return inputs + torch.randn(len(inputs), 5), labels
 
 
 def weighted(model, batch, args):
@@ -75,9 +81,10 @@ def same(one, other):
 for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
     inputs = torch.randn(size, 5, generator=data)
     labels = torch.randint(10, (size,), generator=data)
-    dataset = recipe.SeededSamples(Transformed(inputs, labels), 0)
-    inputs = torch.stack([dataset[index][0] for index in range(size)])
-    prepared, loader = accelerator.prepare(model, DataLoader(dataset, batch_size=4))
+    dataset = recipe.SeededSamples(Transformed(inputs, labels), 0, is_test=True)
+    loader = DataLoader(dataset, batch_size=4, collate_fn=with_noise)
+    inputs = torch.cat([batch for batch, _ in loader])
+    prepared, loader = accelerator.prepare(model, loader)
     logits = model(inputs)
     values = {
         "test_loss": F.cross_entropy(logits, labels, reduction="none"),
