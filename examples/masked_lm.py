@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from ddp_cifar import exit_with_error
-from language_model import make_optimizer
+from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
 
 
@@ -40,7 +40,7 @@ def add_flags(parser):
     add("--test", default="test.txt", help="a text file (test.txt)")
     add("--length", type=int, default=128, help="tokens of a sequence (128)")
     add("--masked", type=float, default=0.15, help="share of the tokens to predict (0.15)")
-    parser.set_defaults(lr=5e-5, batch_size=32, epochs=3)  # usual for pretrained weights
+    parser.set_defaults(lr=5e-5, batch_size=32, epochs=3, clip_norm=1.0)
 
 
 class Masked(Dataset):

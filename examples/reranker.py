@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from language_model import make_optimizer
+from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
 from lib.ranking import WithNegatives, ranking_scores, relevance
 from lib.rows import nonempty_text, read_rows
@@ -45,7 +45,7 @@ def add_flags(parser):
     add("--label", default="label", help="the column of labels (label)")
     add("--negatives", type=int, default=0, help="drawn for each pair (0: there are labels)")
     add("--length", type=int, default=512, help="tokens of both; the longer is cut off (512)")
-    parser.set_defaults(lr=2e-5, batch_size=32, epochs=1)  # usual for pretrained weights
+    parser.set_defaults(lr=2e-5, batch_size=32, epochs=1, clip_norm=1.0)
 
 
 def pairs_of(path, args):

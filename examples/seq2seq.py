@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from language_model import make_optimizer
+from lib.fine_tuning import make_optimizer
 from lib.generation import generate
 from lib.pretrained import load_pretrained, save_beside_weights
 from lib.rows import nonempty_text, read_rows
@@ -50,7 +50,7 @@ def add_flags(parser):
     add("--new-tokens", type=int, default=128, help="tokens of a target, at most (128)")
     add("--beams", type=int, default=1, help="of a beam search in evaluations (1: greedy)")
     add("--score", choices=("bleu", "rouge"), default="bleu", help="of the test set (bleu)")
-    parser.set_defaults(lr=5e-5, batch_size=16, epochs=3)  # usual for pretrained weights
+    parser.set_defaults(lr=5e-5, batch_size=16, epochs=3, clip_norm=1.0)
 
 
 def load_data(args, accelerator):

@@ -32,8 +32,8 @@ from transformers import (
     DataCollatorForTokenClassification,
 )
 
-from language_model import make_optimizer
 from lib.entities import entity_scores, labelled_tokens, read_tagged
+from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
 
 AUTO = AutoModelForTokenClassification
@@ -48,7 +48,7 @@ def add_flags(parser):
     add("--words", default="tokens", help="the column of words, not of .conll (tokens)")
     add("--tags", default="ner_tags", help="the column of tags, not of .conll (ner_tags)")
     add("--length", type=int, default=512, help="tokens of a sentence; others are cut off (512)")
-    parser.set_defaults(lr=2e-5, batch_size=32, epochs=3)  # usual for pretrained weights
+    parser.set_defaults(lr=2e-5, batch_size=32, epochs=3, clip_norm=1.0)
 
 
 def model_config(args):
