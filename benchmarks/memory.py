@@ -222,7 +222,7 @@ def row(training):
 def parsed(recipe, flags):
     """Return a recipe's arguments; the recipe exits with its error if a flag is wrong."""
     sys.argv[1:] = flags
-    args = recipe.parse_args(recipe.add_technique_flags, recipe.add_flags)
+    args = recipe.parse_args("", recipe.add_technique_flags, recipe.add_flags)
     if getattr(args, "data", None) == "cifar10" and "--data" not in flags:
         args.data = "synthetic"
     return args

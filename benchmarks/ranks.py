@@ -58,7 +58,7 @@ class Notes:
         self.stop = stop
         self.steps = count(1)
         self.values = {"start": time.time(), "calls": 0, "compared": 0}
-        for name in ("get", "set", "add", "check", "wait"):
+        for name in ("get", "multi_get", "set", "add", "check", "wait"):
             setattr(distributed.Store, name, self.counted(getattr(distributed.Store, name)))
         recipe.train_step = self.at_step(recipe.train_step)
         recipe.exit_if_ranks_differ = self.timed(recipe.exit_if_ranks_differ)
@@ -119,8 +119,8 @@ def work(recipe, directory, words, stop, environment):
         with open("output.txt", "a") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        sys.argv = [recipe, *words]
-        module = load(ROOT / f"recipes/{recipe}_cifar.py")
+        sys.argv = [str(ROOT / f"recipes/{recipe}_cifar.py"), *words]
+        module = load(Path(sys.argv[0]))
         images = module.synthetic_images
         module.synthetic_images = lambda samples, seed: images(samples // 16, seed)
         module.build_model = build_model

@@ -66,11 +66,8 @@ def load_data(args, accelerator):
     train_set = Captioned(train, *common, crop)
     test_set = Captioned(rows[::every], *common, v2.Resize(size, bicubic), v2.CenterCrop(size))
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
-    options |= {
-        "num_workers": 2,
-        "persistent_workers": True,
-        "collate_fn": pad_captions,
-    }  # per process
+    options |= {"num_workers": 2, "persistent_workers": True}  # per process
+    options["collate_fn"] = pad_captions
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(test_set, **options)
 

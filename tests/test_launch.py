@@ -34,6 +34,7 @@ def start(monkeypatch):
         told = {}  # all ranks tell what the first one does
         store = SimpleNamespace(set=told.__setitem__, set_timeout=lambda _: None)
         store.get = lambda key: told.get(key, told["flags 0"]).encode()
+        store.multi_get = lambda keys: [store.get(key) for key in keys]
         module.distributed = SimpleNamespace(
             rendezvous=lambda *_, **__: iter([(store, None, None)]),
             PrefixStore=lambda _, store: store,
@@ -48,7 +49,7 @@ def start(monkeypatch):
             return SimpleNamespace(**options, **of_this_process)
 
         module.Accelerator = accelerator
-        for name in ("lock_output_directory", "set_run_id", "keep_script"):
+        for name in ("lock_output_directory", "set_run_id"):
             setattr(module, name, lambda directory: None)
         return module.Run(args, precision)
 
@@ -77,7 +78,7 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
     assert start.devices == [1] and not run.accelerator.cpu
     assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
     assert torch.get_num_threads() == 3
-    assert run.log_every == 50
+    assert run.args.log_every == 50
     loading = run.accelerator.dataloader_config
     assert loading.non_blocking, "the host would wait at each batch for the step before it"
 
@@ -85,7 +86,7 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
 def test_without_a_gpu_the_accelerator_is_told_to_use_the_cpu(start):
     """Otherwise the processes of a launch would not see each other."""
     run = start(device_count=0)
-    assert run.accelerator.cpu and start.devices == [] and run.log_every == 10
+    assert run.accelerator.cpu and start.devices == [] and run.args.log_every == 10
 
 
 @pytest.mark.parametrize(

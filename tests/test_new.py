@@ -439,4 +439,4 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
 def test_the_first_line_of_an_example_says_how_it_gets_into_a_copy():
     for name in new.EXAMPLES:
         first, *_ = new.source(name, "py").split("\n")
-        assert not first or re.search(f": make new COPY=../mine.py .*WITH={name}$", first)
+        assert not first or re.search(f': make new COPY=../mine.py .*WITH="?{name}\\b', first)

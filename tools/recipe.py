@@ -76,11 +76,11 @@ def with_infrastructure(own, block):
 @lru_cache(8)
 def divided(text, path):
     """Return the parts of a text, which is that of the file at `path`."""
-    ast.parse(text, path)  # an error names the file and the line
     banner = BANNER.search(text)
     if not banner:
         kind = "a copy of ddp, amp, pipeline or sharded with its line '# ====='"
         raise ValueError(f"{path} has no shared block to update: it is not {kind}")
+    ast.parse(text, path)  # an error names the file and the line
     before, block = text[: banner.start()], text[banner.end() :]
     if "\n# =====" in block:
         raise ValueError(f"{path}: {OLDER}")
