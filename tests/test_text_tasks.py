@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     toy.write_json_lines(data / "translations/train.jsonl", easy)
     toy.write_json_lines(data / "translations/test.jsonl", easy[:19])
     flags = {
-        "token_classification": [*files(data / "entities", "conll"), "--max-steps", 30],
+        "token_classification": [*files(data / "entities", "conll"), "--max-steps", 18],
         "seq2seq": [*files(data / "translations", "jsonl"), "--new-tokens", 8, "--max-steps", 9],
         "masked_lm": [*files(data / "lines", "txt"), "--length", 32, "--max-steps", 3],
         "reranker": [*files(data / "queries", "jsonl"), "--max-steps", 3],

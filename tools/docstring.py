@@ -59,7 +59,7 @@ def with_docstring(text, file_name, recipe, origin, examples):
     node = parsed(text).body[0]
     lines = text.split("\n")
     ending = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-    ending = ending or "  # noqa: E501" * any(len(line) > 100 for line in doc.split("\n"))
     doc = doc.replace("\\", "\\\\").replace('"""', r"\"\"\"")
+    ending = ending or "  # noqa: E501" * any(len(line) > 100 for line in doc.split("\n"))
     lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.split("\n")
     return "\n".join(lines)

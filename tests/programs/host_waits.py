@@ -23,6 +23,7 @@ args = SimpleNamespace(data="synthetic", model="simple_cnn", batch_size=2, globa
 vars(args).update(cpu=not cuda, threads=None, tracker=None, hang_timeout=600, log_every=99)
 vars(args).update(clip_norm=None)
 vars(args).update(seed=0, lr=0.1, epochs=1, max_steps=None, precision=precision)
+vars(args).update(evaluate_every=None, checkpoint_every=None)
 args.output_dir = Path(path).stem  # two runs share the working directory
 
 
