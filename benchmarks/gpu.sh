@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.." || exit
 TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 DATA="--data synthetic" SLOW=1
 [ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
-FAST="$DATA --epochs 55 --compile --log-every 50" LARGE=1024 HALF=512
+FAST="$DATA --epochs 55 --compile --log-every 50 --evaluate-every 240" LARGE=1024 HALF=512
 SHORT="--data synthetic --max-steps 90 --log-every 30" SIZES="128 512"
 SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
 BENCH="--rounds 1 --steps 30 --minutes 4" TESTS=-q

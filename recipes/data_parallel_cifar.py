@@ -58,7 +58,7 @@ def load_data(args, accelerator):
 
 
 def build_model(args):
-    """Return the model, on the CPU: (B, 3, H, W) in, (B, classes) logits out. Replace this."""
+    """Return the model, on the CPU: (B, 3, H, W) in, (B, classes) logits out."""
     if args.model == "simple_cnn":
         model = nn.Sequential(
             nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -82,7 +82,7 @@ def compute_loss(model, batch, args):
 
 
 def make_optimizer(model, args, total_steps):
-    """Return the optimizer, and the schedule of its learning rate. Replace this."""
+    """Return the optimizer, and the schedule of its learning rate."""
     peak = args.lr * args.global_batch_size / 128  # --lr is for 128 samples
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
@@ -143,6 +143,16 @@ def make_accelerator(args):
     return Accelerator(cpu=args.cpu, dataloader_config=loading)
 
 
+def train_step(accelerator, model, optimizer, scheduler, batch, args):
+    """Take one optimizer step. Return the values of `compute_loss`, which stay on the device."""
+    values = compute_loss(model, batch, args)
+    accelerator.backward(values["loss"].mean())
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return values
+
+
 @torch.no_grad()
 def evaluate(model, loader, args):
     """Return {"test_loss": mean, "test_accuracy": mean} over the test set."""
@@ -187,12 +197,8 @@ def main():
             for batch in train_loader:
                 step += 1
                 seed_rng(args.seed, step, 0)  # as ddp_cifar.py on one process
-                values = compute_loss(model, batch, args)
-                accelerator.backward(values["loss"].mean())
                 learning_rate = scheduler.get_last_lr()[0]
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+                values = train_step(accelerator, model, optimizer, scheduler, batch, args)
                 for name, value in values.items():
                     sums[name] += value.detach().double().sum()  # still on the GPU
                 samples += args.batch_size
