@@ -37,6 +37,7 @@ class Growing(nn.Module):
 
 
 def growing_model(args):
+    log_line(f"builds a model on {torch.zeros(1).device}")
     return plain_model(args).insert(0, nn.Sequential(Growing()))
 
 
