@@ -13,7 +13,7 @@ torch.save(torchvision.models.detection.fcos_resnet50_fpn(weights="DEFAULT").sta
 "fcos.pt"). With other --classes than 91, only the last layer is not loaded. BatchNorm and the first
 blocks are frozen; for random weights, which train slowly, choose --norm group.
 
-A microbatch is padded to its own largest sides, as in torchvision. An image's "weight" is its
+An image has the same loss in any batch, since each is padded to a square. Its "weight" is its
 number of points in objects. So the loss of a global batch is torchvision's, but an image without
 objects counts as one point. test_map is COCO's AP of the whole test set.
 
@@ -63,7 +63,8 @@ def build_model(args):
     layers = {"trainable_layers": 5 if group else 3, "returned_layers": [2, 3, 4]}
     layers |= {"norm_layer": norm, "extra_blocks": LastLevelP6P7(256, 256)}
     backbone = resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}", weights=None, **layers)
-    size = {"min_size": args.size, "max_size": args.size}
+    # All images are padded to a square of --size: no image depends on others in its batch.
+    size = {"min_size": args.size, "max_size": args.size, "size_divisible": args.size}
     head = Head(256, 1, args.classes)
     model = Detector(backbone, args.classes, head=head, score_thresh=0.05, **size)
     for module in model.modules():

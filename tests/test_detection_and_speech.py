@@ -120,7 +120,7 @@ def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(dete
 
 
 def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does(detection):
-    """Batches are padded to their largest sides; BatchNorm is frozen, in training mode too."""
+    """All images become squares; BatchNorm is frozen, in training mode too."""
     args = SimpleNamespace(classes=91, size=96, resnet=50, norm="batch")
     with torch.device("meta"):
         model = detection.build_model(args)
@@ -134,7 +134,7 @@ def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does(dete
     left_out = (*frozen, *(f"{name}." for name in norms))
     assert trained == {k for k, _ in model.named_parameters() if not k.startswith(left_out)}
     images = [torch.rand(3, 30, 64), torch.rand(3, 10, 30)]
-    assert model.transform(images)[0].tensors.shape == (2, 3, 64, 96)
+    assert model.transform(images)[0].tensors.shape == (2, 3, 96, 96)
 
 
 def test_in_bf16_the_same_points_belong_to_an_object():
