@@ -125,7 +125,7 @@ def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_re
     recipe, processes, tmp_path
 ):
     """Every third of eight steps, four in an epoch."""
-    text = project("resume", evaluate="evaluate_or_end")
+    text = project("resume", train_step="plain_step", evaluate="evaluate_or_end")
     script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=text)
     flags = [*SMALL, "--global-batch-size", 64, "--batch-size", 32, "--epochs", 2]
     common = {"processes": processes, "script": script, "directory": tmp_path}
@@ -138,6 +138,7 @@ def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_re
     ]
     answers = forked(runs, tmp_path)
     assert [set(codes) for codes, _ in answers] == [{0}, {0}, {7}, {0}], answers
+    assert begin_of(answers[3][1]) == 3, "the step was saved before its evaluation"
     without, often, ended = (outputs(tmp_path / name) for name in ("without", "with", "ended"))
     assert [line["step"] for line in often.evaluations] == [3, 6, 8]
     torch.testing.assert_close(often.weights, without.weights, rtol=0, atol=0)
