@@ -5,27 +5,29 @@
 #     bash benchmarks/gpu.sh --dry    # the same commands on a CPU, with little work
 #
 # CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install
-# transformers jinja2`, and no network. OUT= names another folder, PYTHON= another interpreter. Each
-# step has a limit in seconds. Its output is in NAME.txt; steps.txt has exit codes and seconds.
+# transformers jinja2`, and no network. OUT= names another folder, PYTHON= another interpreter,
+# STEPS="fast bench" some of the steps. Each has a limit in seconds. Its output is in NAME.txt;
+# steps.txt has exit codes and seconds.
 # shellcheck disable=SC2086  # flags are words
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 DATA="--data synthetic" SLOW=1
 [ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
-FAST="$DATA --epochs 55 --compile --log-every 50 --evaluate-every 240" LARGE=1024 HALF=512
+FAST="$DATA --epochs 50 --compile --log-every 100" # batches that divide the 10,000 test images
 SHORT="--data synthetic --max-steps 90 --log-every 30" SIZES="128 512"
 SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
 BENCH="--rounds 1 --steps 30 --minutes 4" TESTS=-q
 CHATS="--batch-size 4 --length 1024 --max-steps 20 --log-every 5 --precision bf16"
 if [ "${1:-}" = --dry ]; then
     export TORCH_COMPILE_DISABLE=1 TESTS=--collect-only
-    FAST="--cpu --data synthetic --model simple_cnn --max-steps 2 --log-every 1" LARGE=32 HALF=16
+    FAST="--cpu --data synthetic --model simple_cnn --max-steps 2 --log-every 1"
     SHORT=$FAST SIZES=8 SLOW=10 CHATS="--batch-size 2 --length 16 --max-steps 2 --log-every 1 --cpu"
     SHAPE="'hidden_size': 64, 'num_hidden_layers': 1, 'num_attention_heads': 2"
     BENCH="--rounds 1 --steps 1 --batch-size 8 --model simple_cnn --processes 1"
 fi
 step() {  # step NAME LIMIT COMMAND
+    [[ " ${STEPS:-$1} " = *" ${1%% *} "* ]] || return 0
     local began=$SECONDS
     timeout --kill-after 30 $(($2 * SLOW)) "${@:3}" > "$OUT/$1.txt" 2>&1
     echo "$1: exit code $?, $((SECONDS - began)) s" | tee -a "$OUT/steps.txt"
@@ -40,8 +42,8 @@ done
 sed 's/\(cudnn.benchmark = \).*/\1True/' recipes/ddp_cifar.py > "$OUT/on.py"
 sed 's/\(cudnn.benchmark = \).*/\1False/' recipes/ddp_cifar.py > "$OUT/off.py"
 step tests 120 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
-train fast 240 fast_cifar $FAST --batch-size $LARGE
-step bench 200 "$PYTHON" benchmarks/bench.py $BENCH --output-dir "$OUT/bench" --recipes plain_ddp \
+train fast 240 fast_cifar $FAST --batch-size 500 --evaluate-every 500
+step bench 250 "$PYTHON" benchmarks/bench.py $BENCH --output-dir "$OUT/bench" --recipes plain_ddp \
     'plain_ddp --tuned' 'amp_cifar --compile' 'plain_ddp --tuned fp32' 'ddp_cifar --compile'
 for size in $SIZES; do
     train "cudnn-on-$size" 40 on $SHORT --batch-size "$size"
@@ -56,5 +58,5 @@ transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained
 chat = [{'role': x, 'content': 'word ' * n} for x, n in (('user', 1), ('assistant', 1024))]
 open('chats.jsonl', 'w').write((json.dumps({'messages': chat}) + '\n') * 200)")
 train sft 120 sft $CHATS --base "$OUT/toy/llama" --chats "$OUT/chats.jsonl"
-train fast-512 240 fast_cifar $FAST --batch-size $HALF
-train fast-ema 240 fast_cifar_ema $FAST --batch-size $LARGE
+train fast-1000 240 fast_cifar $FAST --batch-size 1000 --evaluate-every 250
+train fast-ema 240 fast_cifar_ema $FAST --batch-size 500 --evaluate-every 500
