@@ -4,7 +4,7 @@
 #     CIFAR10_DIR=data bash benchmarks/gpu.sh
 #     bash benchmarks/gpu.sh --dry    # the same commands on a CPU, with little work
 #
-# CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install
+# CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install ruff
 # transformers jinja2`, and no network. OUT= names another folder, PYTHON= another interpreter,
 # STEPS="fast bench" some of the steps. Each has a limit in seconds. Its output is in NAME.txt;
 # steps.txt has exit codes and seconds.
@@ -14,14 +14,15 @@ cd "$(dirname "$0")/.." || exit
 TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 DATA="--data synthetic" SLOW=1
 [ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
-FAST="$DATA --epochs 50 --compile --log-every 100" # batches that divide the 10,000 test images
-SHORT="--data synthetic --max-steps 90 --log-every 30" SIZES="128 512"
+# These batches divide the test set: another size of a last batch would be compiled, too.
+FAST="$DATA --epochs 50 --compile --log-every 100 --checkpoint-every 500"
+SHORT="--data synthetic --max-steps 90 --log-every 30 --precision bf16" SIZES="128 512"
 SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
-BENCH="--rounds 1 --steps 30 --minutes 4" TESTS=-q
+BENCH="--rounds 1 --steps 30 --minutes 4" TESTS="-q -n 4"
 CHATS="--batch-size 4 --length 1024 --max-steps 20 --log-every 5 --precision bf16"
 if [ "${1:-}" = --dry ]; then
     export TORCH_COMPILE_DISABLE=1 TESTS=--collect-only
-    FAST="--cpu --data synthetic --model simple_cnn --max-steps 2 --log-every 1"
+    FAST="--cpu --data synthetic --model simple_cnn --max-steps 2 --log-every 1 --precision bf16"
     SHORT=$FAST SIZES=8 SLOW=10 CHATS="--batch-size 2 --length 16 --max-steps 2 --log-every 1 --cpu"
     SHAPE="'hidden_size': 64, 'num_hidden_layers': 1, 'num_attention_heads': 2"
     BENCH="--rounds 1 --steps 1 --batch-size 8 --model simple_cnn --processes 1"
@@ -39,15 +40,13 @@ mkdir -p "$OUT"
 for example in fast_cifar "fast_cifar ema" sft; do
     step "new $example" 20 "$PYTHON" tools/new.py new "$OUT/${example/ /_}.py" --recipe amp --with $example
 done
-sed 's/\(cudnn.benchmark = \).*/\1True/' recipes/ddp_cifar.py > "$OUT/on.py"
-sed 's/\(cudnn.benchmark = \).*/\1False/' recipes/ddp_cifar.py > "$OUT/off.py"
-step tests 120 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
+step tests 180 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
 train fast 240 fast_cifar $FAST --batch-size 500 --evaluate-every 500
 step bench 250 "$PYTHON" benchmarks/bench.py $BENCH --output-dir "$OUT/bench" --recipes plain_ddp \
-    'plain_ddp --tuned' 'amp_cifar --compile' 'plain_ddp --tuned fp32' 'ddp_cifar --compile'
-for size in $SIZES; do
-    train "cudnn-on-$size" 40 on $SHORT --batch-size "$size"
-    train "cudnn-off-$size" 40 off $SHORT --batch-size "$size"
+    'plain_ddp --tuned' 'amp_cifar --compile'
+for value in True False; do
+    sed "s/\(cudnn.benchmark = \).*/\1$value/" recipes/amp_cifar.py > "$OUT/$value.py"
+    for size in $SIZES; do train "cudnn-$value-$size" 40 $value $SHORT --batch-size "$size"; done
 done
 (cd "$OUT" && step chats 90 "$PYTHON" -c "
 import json, runpy, sys, transformers
@@ -58,5 +57,4 @@ transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained
 chat = [{'role': x, 'content': 'word ' * n} for x, n in (('user', 1), ('assistant', 1024))]
 open('chats.jsonl', 'w').write((json.dumps({'messages': chat}) + '\n') * 200)")
 train sft 120 sft $CHATS --base "$OUT/toy/llama" --chats "$OUT/chats.jsonl"
-train fast-1000 240 fast_cifar $FAST --batch-size 1000 --evaluate-every 250
 train fast-ema 240 fast_cifar_ema $FAST --batch-size 500 --evaluate-every 500

@@ -43,13 +43,15 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "doc
 def launch_line(summary):
     """Return the end of the command behind a summary, without the seed, with today's flags."""
     name = summary["recipe"]
-    line = f"{summary['world_size']}gpu.yaml {'recipes/' * name.endswith('_cifar')}{name}.py"
+    directory = "recipes/" if (ROOT / f"recipes/{name}.py").exists() else ""
+    line = f"{summary['world_size']}gpu.yaml {directory}{name}.py"
     line += f" --stem {summary['stem']}" if "stem" in summary else ""
     line += f" --epochs {summary['epochs']}"
     # The first one's name was accumulation_steps on 2026-11-22.
     if max(summary.get(name, 1) for name in ("accumulation", "accumulation_steps")) > 1:
         line += f" --global-batch-size {summary['global_batch_size']}"
     defaults = {"batch_size": 128, "microbatches": 8, "lr": 0.1, "clip_norm": None}
+    defaults["evaluate_every"] = None
     for name, default in defaults.items():
         if summary.get(name, default) != default:
             line += f" --{name.replace('_', '-')} {summary[name]}"
