@@ -588,7 +588,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 41b0eb459f33: identical in all recipes, edit only above it
+# ================= shared infrastructure f5377a8c9a29: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -681,7 +681,8 @@ class Run:
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
         on_gpu = self.accelerator.device.type == "cuda"
         git = [shutil.which("git") or "true", "-C", Path(SCRIPT).parent, "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        ask = partial(subprocess.run, git, capture_output=True, text=True)
+        commit = self.on_main_process(ask).stdout.strip()
         config = {
             "recipe": RECIPE,
             **vars(self.args),
