@@ -64,7 +64,7 @@ CHATS = [  # recipe and flags, type of the base's weights, and whether lora is a
     ("sharded", "--precision bf16 --activation-checkpointing", "bfloat16", True),
 ]
 NOTES_OF_CHAT = f"""
-- Computed, and never compared with a GPU. {GPUS} GPUs, each with one chat of {TOKENS:,} tokens.
+- Computed. {GPUS} GPUs, each with one chat of {TOKENS:,} tokens.
 - GiB: the most bytes alive at once in a step. A card of 24 GB has 22.4, of which CUDA, NCCL and
   fragmentation take some 2: bold fits."""
 NOTES = f"""
