@@ -588,7 +588,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure f5377a8c9a29: identical in all recipes, edit only above it
+# ================= shared infrastructure f77ad541762e: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -680,7 +680,7 @@ class Run:
         """Return what summary.json and each checkpoint say: the flags, and what ran where."""
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
         on_gpu = self.accelerator.device.type == "cuda"
-        git = [shutil.which("git") or "true", "-C", Path(SCRIPT).parent, "rev-parse", "HEAD"]
+        git = [shutil.which("git") or "true", "-C", os.path.dirname(SCRIPT), "rev-parse", "HEAD"]
         ask = partial(subprocess.run, git, capture_output=True, text=True)
         commit = self.on_main_process(ask).stdout.strip()
         config = {
