@@ -1,7 +1,6 @@
 """The benchmarks: the recipes really run, what was measured is kept, the arithmetic is right."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 
 import make_results
 import pytest
-from conftest import ROOT, forked, load, wait_until
+from conftest import ROOT, forked, launch, load, wait_until
 
 bench = load("benchmarks/bench.py")
 
@@ -146,10 +145,10 @@ def test_the_tuned_baseline_trains_the_same_on_one_process_and_two():
     flags = "--data synthetic --model simple_cnn --cpu --max-steps 8 --log-every 4".split()
     lines = []
     for processes in (1, 2):
-        command = [sys.executable, ROOT / "benchmarks/plain_ddp.py", "--tuned", "fp32", *flags]
-        command += ["--processes", str(processes), "--batch-size", str(32 // processes)]
-        environment = os.environ | {"TORCH_COMPILE_DISABLE": "1"}  # it takes half a minute
-        output = subprocess.check_output(command, env=environment, text=True)
+        command = [sys.executable, ROOT / "tests/programs/forked_baseline.py", "--tuned", "fp32"]
+        command += [*flags, "--processes", str(processes), "--batch-size", str(32 // processes)]
+        # Compilation takes half a minute.
+        output = launch(command, PYTHONPATH=ROOT / "benchmarks", TORCH_COMPILE_DISABLE="1").stdout
         lines.append([line.split() for line in output.splitlines() if line.startswith("step ")])
     for one, two in zip(*lines, strict=True):
         assert one[:5] == two[:5] and one[3] in ("128", "256")
