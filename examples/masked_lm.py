@@ -17,7 +17,7 @@ by the mask, 10% by a random token. A sequence's masks are a function of (seed, 
 and in evaluations of the sequence alone. Every masked token counts once. Without lora,
 `transformers.pipeline("fill-mask", "runs/mine")` fills masks.
 
-Group: language. Recipes: ddp.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 from pathlib import Path

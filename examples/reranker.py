@@ -20,7 +20,7 @@ test_mrr are means over the queries of the test set. The loss is the binary cros
 Without lora, `CrossEncoder("runs/mine")` of sentence-transformers loads a run: its `predict`
 returns the probability that a document is relevant.
 
-Group: language. Recipes: ddp.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 import torch

@@ -21,7 +21,7 @@ by sacrebleu, --score rouge by rouge-score, with stemming. All scores are from 0
 
 Without lora, AutoModelForSeq2SeqLM and AutoTokenizer load it by `from_pretrained("runs/mine")`.
 
-Group: language. Recipes: ddp.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 import torch

@@ -23,7 +23,7 @@ With lora, `StableDiffusionPipeline.from_pretrained(base).load_lora_weights("run
 adapter. Without it all of the U-Net is trained, and `from_pretrained(base, unet=
 UNet2DConditionModel.from_pretrained("runs/mine/unet"))` is the pipeline.
 
-Group: vision. Recipes: ddp.
+Group: vision. Recipes: ddp, amp, sharded.
 """
 
 import shutil

@@ -19,7 +19,7 @@ B-PER, I-PER and O, then test_precision, test_recall and test_f1 count whole ent
 set, as conlleval does. Without lora, `transformers.pipeline("token-classification", "runs/mine",
 aggregation_strategy="first")` finds entities.
 
-Group: language. Recipes: ddp.
+Group: language. Recipes: ddp, amp, sharded.
 """
 
 import torch
