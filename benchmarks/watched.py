@@ -150,9 +150,8 @@ def work(script, words, cwd, environment, directory, rank, plan):
         os.dup2(output, 2)
         sys.argv = [str(script), *words]
         sys.path[:0] = [str(Path(script).parent), str(cwd)]
-        watcher = Watcher(directory, rank, plan)
+        Watcher(directory, rank, plan)
         runpy.run_path(str(script), run_name="__main__")
-        watcher.keep_weights("last")
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -204,6 +203,7 @@ class Watcher:
         self.samples, self.losses = [], []
         if self.step == 1:
             self.keep_weights("first")
+        self.keep_weights("last")  # of the training: a script may end by os._exit
         time.sleep(self.plan.get("pause", 0))
         if self.step == self.plan.get("pause_at"):
             self.wait_to_be_killed()
