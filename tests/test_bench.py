@@ -147,8 +147,7 @@ def test_the_tuned_baseline_trains_the_same_on_one_process_and_two():
     for processes in (1, 2):
         command = [sys.executable, ROOT / "tests/programs/forked_baseline.py", "--tuned", "fp32"]
         command += [*flags, "--processes", str(processes), "--batch-size", str(32 // processes)]
-        # Compilation takes half a minute.
-        output = launch(command, PYTHONPATH=ROOT / "benchmarks", TORCH_COMPILE_DISABLE="1").stdout
+        output = launch(command, PYTHONPATH=ROOT / "benchmarks").stdout
         lines.append([line.split() for line in output.splitlines() if line.startswith("step ")])
     for one, two in zip(*lines, strict=True):
         assert one[:5] == two[:5] and one[3] in ("128", "256")

@@ -48,12 +48,17 @@ from pathlib import Path
 import accelerate.commands.accelerate_cli  # noqa: F401
 import huggingface_hub.serialization  # noqa: F401
 import numpy
+import rich.json
 import rich.progress  # noqa: F401
 import torch
+import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.launcher.api
 import torchvision  # noqa: F401
 from disturbed_training import train
+
+with contextlib.suppress(ImportError):  # where it is installed, Accelerate imports it in each rank
+    import datasets  # noqa: F401
 
 HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
 kept = []
