@@ -130,7 +130,7 @@ class Ranks:
     def error(self):
         """Return the name of the last exception, or the error line of a recipe."""
         output = re.sub(r"/\S+/|[\w.]+\.(?=\w+Error)", "", self.output())
-        lines = re.findall(r"^\w+(?:Error|Exception)\b|error: .{,90}", output, re.M)
+        lines = re.findall(r"^\w+(?:Error|Exception)\b|error: [^:]{,90}", output, re.M)
         return lines[-1] if lines else "no error"
 
     def weights(self, name="last"):
