@@ -34,6 +34,8 @@ ADDED = {
 }
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
+WHISPER = "--base", "toy/whisper", "--language", "english"
+OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
 # Copies of these bring most additions to other recipes than ddp. Of other tasks, ddp's copy has the
 # same data, model and loss.
 IN_ALL_RECIPES = {"photos", "language_model"}
@@ -42,6 +44,7 @@ IN_ALL_RECIPES = {"photos", "language_model"}
 OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
 OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo", "fast_cifar"}
 OF_ANOTHER_TASK |= {"token_classification", "masked_lm", "reranker", "text_to_image"}
+OF_ANOTHER_TASK |= {"fine_tune_speech"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -73,6 +76,7 @@ FLAGS_OF = {
 IMPORTS = ["transformers.models.t5.modeling_t5", "sacrebleu", "rouge_score.rouge_scorer"]
 IMPORTS += ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
 IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
+IMPORTS += [f"transformers.models.{name}.modeling_{name}" for name in ("wav2vec2", "whisper")]
 IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
 
 
@@ -105,22 +109,27 @@ def directory(tmp_path_factory):
     return with_data
 
 
-def case(task, recipe):
-    """A parameter of the test. amp is ddp plus autocast."""
+def case(task, recipe, *more):
+    """A parameter of the test, with more flags. amp is ddp plus autocast."""
     twin = recipe == "amp" or (recipe != "ddp" and task not in IN_ALL_RECIPES)
     twin = twin or task in OF_ANOTHER_TASK
-    return pytest.param(task, recipe, marks=[pytest.mark.twin] * twin)
+    name = "-".join((task, recipe, *more))
+    return pytest.param(task, recipe, more, marks=[pytest.mark.twin] * twin, id=name)
 
 
-@pytest.mark.parametrize(("task", "recipe"), [case(*one) for one in COPIES])
-def test_a_copy_with_an_example_passes_make_check(task, recipe, directory, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("task", "recipe", "more"), [case(*one) for one in [*COPIES, *OTHER_MODELS]]
+)
+def test_a_copy_with_an_example_passes_make_check(
+    task, recipe, more, directory, monkeypatch, capsys
+):
     """On one process and two the same, and killed in mid-epoch and rerun bit for bit. Other recipes
     than ddp, which have its data and its loss: the latter."""
     monkeypatch.chdir(directory(task))
     monkeypatch.setattr(machine, "execute", partial(execute, imports=IMPORTS))
     copy = f"{task}_{recipe}.py"
     make(Path(copy), recipe, task, *added(task, recipe))
-    flags = commands(task)[1] + FLAGS + FLAGS_OF.get(task, [])
+    flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, []), *more]
     flags += ["--processes", *("12" if recipe == "ddp" else "2")]
     monkeypatch.setattr(sys, "argv", ["check.py", copy, *flags])
     with pytest.raises(SystemExit) as ended:

@@ -112,6 +112,58 @@ def t5(folder):
     save(folder / "t5", tokenizer, transformers.T5ForConditionalGeneration(config))
 
 
+def wav2vec2(folder):
+    """A wav2vec2 whose tokens are characters."""
+    import transformers
+
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcde"]
+    (folder / "wav2vec2").mkdir(exist_ok=True)
+    vocabulary = folder / "wav2vec2/vocab.json"
+    vocabulary.write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
+    tokenizer = transformers.Wav2Vec2CTCTokenizer(vocabulary)
+    extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    convolutions = {"conv_dim": [32] * 7, "feat_extract_norm": "layer"}
+    convolutions |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    masks = {"mask_time_prob": 0.05, "mask_time_length": 2}
+    config = transformers.Wav2Vec2Config(vocab_size=len(tokens), **convolutions, **masks, **SMALL)
+    config.do_stable_layer_norm = True
+    processor = transformers.Wav2Vec2Processor(extractor, tokenizer)
+    save(folder / "wav2vec2", processor, transformers.Wav2Vec2ForCTC(config))
+
+
+def whisper(folder):
+    """A Whisper of two languages for utterances of 3 seconds, whose tokens are bytes."""
+    import tokenizers
+    import transformers
+
+    names = "endoftext startoftranscript en zh translate transcribe notimestamps"
+    special = [f"<|{name}|>" for name in names.split()]
+    tokens = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *special]
+    numbers = {token: index for index, token in enumerate(tokens)}
+    end, start, *_, plain = (numbers[x] for x in special)
+    tokenizer = transformers.WhisperTokenizer(numbers, [], extra_special_tokens=special)
+    extractor = transformers.WhisperFeatureExtractor(chunk_length=3)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
+    sizes = {
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))
+    }
+    sizes |= {"d_model": 64, "max_source_positions": 150, "max_target_positions": 32}
+    ends |= {"decoder_start_token_id": start}
+    config = transformers.WhisperConfig(vocab_size=len(tokens), **sizes, **ends)
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config = transformers.GenerationConfig(
+        max_length=32,
+        is_multilingual=True,
+        lang_to_id={x: numbers[x] for x in ("<|en|>", "<|zh|>")},
+        task_to_id={x: numbers[f"<|{x}|>"] for x in ("translate", "transcribe")},
+        no_timestamps_token_id=plain,
+        **ends,
+    )
+    save(folder / "whisper", transformers.WhisperProcessor(extractor, tokenizer), model)
+
+
 # ------------------------------------------------------------------------------------------- images
 def stripes(direction):
     """Return a gray image of 80 x 80 with "rows" or "columns"."""
@@ -369,6 +421,13 @@ def speech(folder):
         (folder / f"speech/{part}.tsv").write_text("".join(lines))
 
 
+def recognizers(folder):
+    """Speech as above, a wav2vec2 of characters, and a Whisper of bytes."""
+    speech(folder)
+    wav2vec2(folder)
+    whisper(folder)
+
+
 def table(folder, rows=20000):
     """Columns of numbers in Parquet: y = a sin(b) + c / 3."""
     import pyarrow
@@ -381,7 +440,7 @@ def table(folder, rows=20000):
 
 ALL = photos, rare, shards, boxes, masks, captions, painter
 ALL += text, chats, preferences, prompts, pairs, queries, labels, lines, entities, translations
-ALL += speech, table
+ALL += speech, recognizers, table
 KINDS = {kind.__name__: kind for kind in ALL}
 
 

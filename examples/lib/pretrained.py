@@ -17,9 +17,10 @@ def load_pretrained(auto, args, config):
     return auto.from_pretrained(args.base, config=config, **options).train()
 
 
-def save_beside_weights(accelerator, args, auto, config, processor):
+def save_beside_weights(accelerator, args, auto, config, processor, **generation):
     """Save what `transformers.pipeline` needs beside model.safetensors: the configuration, with the
-    name of the model's class, the tokenizer or processor, and how the base generates."""
+    name of the model's class, the tokenizer or processor, and how the base generates, with changes.
+    """
     if not accelerator.is_main_process:
         return
     with torch.device("meta"):
@@ -29,4 +30,5 @@ def save_beside_weights(accelerator, args, auto, config, processor):
     processor.save_pretrained(args.output_dir)
     if model.can_generate():
         with suppress(OSError):  # older models have none
-            GenerationConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
+            how = GenerationConfig.from_pretrained(args.base, **generation)
+            how.save_pretrained(args.output_dir)

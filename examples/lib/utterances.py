@@ -13,11 +13,12 @@ from torch.utils.data import Dataset
 
 from ddp_cifar import RANK, exit_with_error, log_line
 
-RATE, WINDOW, HOP, MELS = 16000, 400, 160, 80  # samples per second, of 25 ms, of 10 ms; bands
+RATE = 16000  # samples per second
+WINDOW, HOP, MELS = 400, 160, 80  # samples of 25 ms and of 10 ms; bands
 SHORTENED = 4  # spectra for one output of the model
 
 
-def read_list(path, characters):
+def read_list(path):
     """Return [(path of a wav file, its text, its number of samples)] of a file with a line for
     each: the path, from the folder of the list, a tab, and the text."""
     rows = []
@@ -25,8 +26,6 @@ def read_list(path, characters):
         name, tab, text = line.partition("\t")
         if not tab:
             exit_with_error(f"{path} needs lines of a path, a tab and a text, not {line!r:.80}")
-        if unknown := "".join(sorted({*text} - {*characters})):
-            exit_with_error(f"argument --characters: {path} also has {unknown!r}, in {text!r:.80}")
         file = Path(path).parent / name
         rows.append((file, text, samples_in(file)))
     return rows
@@ -87,7 +86,11 @@ class Utterances(Dataset):
     (N,) int64. 0 is CTC's blank."""
 
     def __init__(self, path, characters):
-        self.rows = sorted(read_list(path, characters), key=lambda row: row[2])
+        self.rows = sorted(read_list(path), key=lambda row: row[2])
+        for _, text, _ in self.rows:
+            if unknown := "".join(sorted({*text} - {*characters})):
+                found = f"{path} also has {unknown!r}, in {text!r:.80}"
+                exit_with_error(f"argument --characters: {found}")
         short = [str(file) for file, text, samples in self.rows if is_too_short(text, samples)]
         if short and RANK == 0:
             found = (
@@ -131,14 +134,21 @@ def text_of(outputs, characters):
 
 
 def wrong_and_all(best, lengths, texts, sizes, characters):
-    """Return (B, 4) int64: an utterance's wrong words, all words, wrong characters, and all. `best`
-    are the outputs with the highest scores, of which each utterance has the first `lengths`."""
+    """Return what `count_errors` does. `best` are the outputs with the highest scores, of which
+    each utterance has the first `lengths`."""
     best, lengths, texts, sizes = (x.cpu() for x in (best, lengths, texts, sizes))
+    truth = [
+        "".join(characters[i - 1] for i in numbers[:size].tolist())
+        for numbers, size in zip(texts, sizes, strict=True)
+    ]
+    found = [text_of(x[:n], characters) for x, n in zip(best, lengths, strict=True)]
+    return count_errors(truth, found)
+
+
+def count_errors(truth, found):
+    """Return (B, 4) int64: a text's wrong words, all words, wrong characters, and all."""
     rows = []
-    for outputs, length, numbers, size in zip(best, lengths, texts, sizes, strict=True):
-        reference = "".join(characters[i - 1] for i in numbers[:size].tolist())
-        hypothesis = text_of(outputs[:length], characters)
-        words = reference.split()
-        wrong = edits(words, hypothesis.split()), edits(reference, hypothesis)
-        rows.append([wrong[0], len(words), wrong[1], len(reference)])
+    for text, other in zip(truth, found, strict=True):
+        words = text.split()
+        rows.append([edits(words, other.split()), len(words), edits(text, other), len(text)])
     return torch.tensor(rows)
