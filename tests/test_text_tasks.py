@@ -2,6 +2,7 @@
 and sentence-transformers. That copies of them pass `make check`: test_adapting.py."""
 
 import json
+import math
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -41,15 +42,16 @@ def runs(tmp_path_factory):
     ]
     toy.write_json_lines(data / "queries/test.jsonl", labelled[:83])
     toy.write_json_lines(data / "queries/train.jsonl", labelled)
-    easy = [{"source": str(i), "target": "no no no no" + " no" * (i % 2)} for i in range(100)]
+    easy = [{"source": str(i), "target": "no no no" + " no" * (i % 2)} for i in range(100)]
     toy.write_json_lines(data / "translations/train.jsonl", easy)
     toy.write_json_lines(data / "translations/test.jsonl", easy[:19])
     flags = {
         "token_classification": [*files(data / "entities", "conll"), "--max-steps", 18],
-        "seq2seq": [*files(data / "translations", "jsonl"), "--new-tokens", 8, "--max-steps", 9],
+        "seq2seq": [*files(data / "translations", "jsonl"), "--prefix", "say: ", "--beams", 2],
         "masked_lm": [*files(data / "lines", "txt"), "--length", 32, "--max-steps", 3],
         "reranker": [*files(data / "queries", "jsonl"), "--max-steps", 3],
     }
+    flags["seq2seq"] += ["--new-tokens", 8, "--max-steps", 9]
     described = []
     for task, more in flags.items():
         script = path / f"{task}.py"
@@ -89,25 +91,33 @@ def test_entities_are_those_of_seqeval_in_all_its_schemes():
 
 
 def test_the_f1_of_a_run_is_seqevals_of_what_transformers_loads(runs):
+    """And its loss is that of transformers; it and the accuracy are means over all words."""
     from seqeval.metrics import f1_score
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     run = runs["token_classification"]
     model = AutoModelForTokenClassification.from_pretrained(run.directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(run.directory)
-    truth, found = [], []
+    truth, found, losses = [], [], 0
     for words, tags in entities.read_conll(str(run.summary["test"])):
         # The first token of a word is the one in which, or behind which, its text begins.
         begins = [len(" ".join(words[:i])) + (i > 0) for i in range(len(words))]
         encoded = tokenizer(" ".join(words), return_tensors="pt", return_offsets_mapping=True)
         ends = encoded.pop("offset_mapping")[0, :, 1].tolist()
-        with torch.no_grad():
-            predicted = model(**encoded).logits[0].argmax(1).tolist()
         first = [next(i for i, end in enumerate(ends) if end > begin) for begin in begins]
+        labels = torch.full_like(encoded["input_ids"], -100)
+        labels[0, first] = torch.tensor([model.config.label2id[tag] for tag in tags])
+        with torch.no_grad():
+            answer = model(**encoded, labels=labels)
+        losses += answer.loss.double().item() * len(words)
+        predicted = answer.logits[0].argmax(1).tolist()
         truth.append(tags)
         found.append([model.config.id2label[predicted[i]] for i in first])
     assert run.summary["test_f1"] == pytest.approx(f1_score(truth, found))
     assert 0 < run.summary["test_f1"] < 1, "or it would be no test"
+    right = [x == y for pair in zip(truth, found, strict=True) for x, y in zip(*pair, strict=True)]
+    assert run.summary["test_loss"] == close(losses / len(right))
+    assert run.summary["test_accuracy"] == close(sum(right) / len(right))
     assert model.config.architectures == ["BertForTokenClassification"]
 
 
@@ -122,11 +132,11 @@ def test_the_bleu_of_a_run_is_sacrebleus_of_what_transformers_loads(runs):
     test = rows.read_rows(run.summary["test"], ("source", str), ("target", str))
     found, losses, tokens = [], 0, 0
     for source, target in test:
-        inputs = tokenizer(source, return_tensors="pt")
+        inputs = tokenizer(f"say: {source}", return_tensors="pt")
         labels = tokenizer(target, return_tensors="pt", truncation=True, max_length=8)["input_ids"]
         with torch.no_grad():
             losses += model(**inputs, labels=labels).loss.double().item() * labels.numel()
-            ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+            ids = model.generate(**inputs, max_new_tokens=8, num_beams=2, do_sample=False)
         found.append(tokenizer.decode(ids[0], skip_special_tokens=True))
         tokens += labels.numel()
     exact = sacrebleu.corpus_bleu(found, [[target for _, target in test]]).score
@@ -224,9 +234,33 @@ def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_
 nonempty = rows.nonempty_text
 
 
+def test_of_a_query_and_a_document_the_longer_one_is_cut_off(runs):
+    from transformers import AutoTokenizer
+
+    import reranker
+
+    args = args_of(runs["reranker"])
+    args.length = 10
+    _, test = reranker.load_data(args, SimpleNamespace(is_main_process=False))
+    tokens = next(iter(test))["input_ids"]
+    texts = AutoTokenizer.from_pretrained(args.base).batch_decode(tokens)
+    assert tokens.shape == (8, 10) and all(x.startswith("<s>0</s>0 ") for x in texts)
+
+
 def test_equal_scores_are_no_ranking():
     scores = ranking.ranking_scores([("a", label, 0.0) for label in (1, 0, 0)])
     assert scores == {"ndcg_at_10": pytest.approx(0.5), "mrr": pytest.approx(1 / 3)}
+
+
+def test_the_tenth_rank_is_the_last_in_ndcg_and_a_label_above_0_is_relevant_in_mrr():
+    eleven = [("a", label, -rank) for rank, label in enumerate([0.0] * 10 + [1.0])]
+    half = [("b", 0.5, 2.0), ("b", 1.0, 1.0)]
+    second = 1 / math.log2(3)
+    expected = {
+        "ndcg_at_10": (0 + (0.5 + second) / (1 + 0.5 * second)) / 2,
+        "mrr": (1 / 11 + 1) / 2,
+    }
+    assert ranking.ranking_scores([*half, *eleven]) == pytest.approx(expected)
 
 
 def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():

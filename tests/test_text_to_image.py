@@ -86,6 +86,25 @@ def test_noise_and_target_are_those_of_the_formula(kind):
         assert text.equal(texts[1])
 
 
+def test_the_loss_is_the_squared_error_at_each_image_s_time_and_caption(args):
+    (text_to_image,) = imported("text_to_image")
+    torch.manual_seed(0)
+    model = text_to_image.build_model(args).eval()
+    noisy, target = torch.randn(2, 2, 4, 16, 16)
+    batch = noisy, torch.tensor([3, 500]), torch.randn(2, 7, 64), target
+    losses = text_to_image.compute_loss(model, batch, args)["loss"]
+    for i, loss in enumerate(losses):
+        predicted = model(noisy[i : i + 1], batch[1][i], batch[2][i : i + 1]).sample[0]
+        torch.testing.assert_close(loss, torch.nn.functional.mse_loss(predicted, target[i]))
+
+
+def test_every_tenth_image_is_in_the_test_set_and_no_other(args, monkeypatch):
+    (text_to_image,) = imported("text_to_image")
+    monkeypatch.setattr(text_to_image, "encoded_once", lambda rows, *_: [torch.zeros(len(rows))])
+    train, test = (x.dataset.indices for x in text_to_image.load_data(args, None))
+    assert [*test] == [0, 10, 20, 30] and sorted([*train, *test]) == [*range(32)]
+
+
 def answer(model):
     torch.manual_seed(0)
     inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 500]), torch.randn(2, 7, 64)
@@ -135,12 +154,20 @@ def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
     flags += ["--prompt", "a red ellipse on blue", "--lr", 1e-2, "--max-steps", 3]
     (run,) = train_forked(tmp_path, (2, script, flags), imports=IMPORTS)
     assert_loads_adapter(run.directory, args)
-    with Image.open(run.directory / "samples-00000003.png") as image:
-        assert image.size == (4 * 34 + 2, 36)
+    diffusers, torchvision = imported("diffusers", "torchvision")
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(base)
+    pipeline.load_lora_weights(run.directory)
+    options = {"num_inference_steps": 2, "num_images_per_prompt": 4, "output_type": "pt"}
+    options |= {"height": 32, "width": 32, "generator": torch.Generator().manual_seed(0)}
+    images = pipeline("a red ellipse on blue", **options).images
+    torchvision.utils.save_image(images, tmp_path / "expected.png")
+    pictures = tmp_path / "expected.png", run.directory / "samples-00000003.png"
+    one, other = (torchvision.io.read_image(path).int() for path in pictures)
+    assert (one - other).abs().max() <= 1
 
 
 def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch):
-    """Of the same images and captions. Of others it encodes again."""
+    """Of the same images and captions. Of others, or at another size, it encodes again."""
     (latents,) = imported("lib.latents")
     accelerator = SimpleNamespace(is_main_process=True, device="cpu")
     accelerator.main_process_first = lambda: torch.no_grad()
@@ -149,6 +176,7 @@ def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch
         latents, "encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
     )
     args.output_dir = str(tmp_path)
-    for rows, expected in (([("0.png", "a")], 1), ([("0.png", "a")], 1), ([("0.png", "b")], 2)):
+    for caption, args.size, expected in (("a", 32, 1), ("a", 32, 1), ("b", 32, 2), ("a", 64, 3)):
+        rows = [("0.png", caption)]
         assert latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
         assert len(calls) == expected

@@ -56,7 +56,7 @@ def bpe_tokenizer(special, template=None, **options):
     if template:
         bpe._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=template,
-            pair=template.replace("$A", "$A </s> $B"),
+            pair=template.replace("$A", "$A </s> $B:1"),
             special_tokens=[(name, index) for index, name in enumerate(special)],
         )
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **options)
@@ -83,7 +83,9 @@ def bert(folder):
     import transformers
 
     names = {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
-    tokenizer = bpe_tokenizer("<pad> <s> </s> <mask>", "<s> $A </s>", **names)
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    options = {"model_input_names": inputs, **names}
+    tokenizer = bpe_tokenizer("<pad> <s> </s> <mask>", "<s> $A </s>", **options)
     config = transformers.BertConfig(vocab_size=999, **SMALL)
     save(folder / "bert", tokenizer, transformers.BertModel(config))
 
