@@ -301,6 +301,9 @@ def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
     args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9, by_order=False)
     args.output_dir = tmp_path
     loaders = table.load_data(args, SimpleNamespace(device="cpu", is_main_process=True))
+    args.seed = 1
+    again = table.load_data(args, SimpleNamespace(device="cpu", is_main_process=True))
+    assert again[1].dataset.values.equal(loaders[1].dataset.values), "one split for all seeds"
     rows = torch.cat([loader.dataset.values for loader in loaders])
     assert [len(loader.dataset) for loader in loaders] == [36, 4]
     torch.testing.assert_close(rows[:36].mean(0), torch.zeros(3))
@@ -310,6 +313,14 @@ def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
     expected = torch.stack([torch.tensor(columns[name]) for name in "aby"], dim=1)
     by_target = [x[x[:, 2].argsort()] for x in (rows, expected)]
     torch.testing.assert_close(*by_target, rtol=1e-5, atol=1e-5)
+
+
+def test_the_errors_of_a_table_are_those_of_each_row():
+    (table,) = imported("table")
+    model, inputs, targets = torch.nn.Linear(3, 1), torch.randn(5, 3), torch.randn(5)
+    values = table.compute_loss(model, (inputs, targets), None)
+    errors = torch.cat([model(x) - y for x, y in zip(inputs, targets, strict=True)])
+    torch.testing.assert_close(values, {"loss": errors**2, "absolute_error": errors.abs()})
 
 
 def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
