@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What one GPU can tell in 12 minutes, the most valuable first, into runs/gpu:
+# Measure one GPU in a quarter of an hour, the most valuable first, into runs/gpu:
 #
 #     CIFAR10_DIR=data bash benchmarks/gpu.sh
 #     bash benchmarks/gpu.sh --dry    # the same commands on a CPU, with little work
 #
-# CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install ruff
-# transformers jinja2`, and no network. OUT= names another folder, PYTHON= another interpreter,
-# STEPS="fast bench" some of the steps. Each has a limit in seconds. Its output is in NAME.txt;
+# CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install
+# '.[test,lint]'`, and then no network. OUT= names another folder, PYTHON= another interpreter,
+# STEPS="new fast" some of the steps. Each has a limit in seconds. Its output is in NAME.txt;
 # steps.txt has exit codes and seconds.
 # shellcheck disable=SC2086  # flags are words
 set -uo pipefail
@@ -14,8 +14,7 @@ cd "$(dirname "$0")/.." || exit
 TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 DATA="--data synthetic" SLOW=1
 [ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
-# These batches divide the test set: another size of a last batch would be compiled, too.
-FAST="$DATA --epochs 50 --compile --log-every 100 --checkpoint-every 500"
+FAST="$DATA --epochs 50 --compile --log-every 100"
 SHORT="--data synthetic --max-steps 90 --log-every 30 --precision bf16" SIZES="128 512"
 SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
 BENCH="--rounds 1 --steps 30 --minutes 4" TESTS="-q -n 4"
@@ -41,6 +40,7 @@ for example in fast_cifar "fast_cifar ema" sft; do
     step "new $example" 20 "$PYTHON" tools/new.py new "$OUT/${example/ /_}.py" --recipe amp --with $example
 done
 step tests 180 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
+# 500 divides the test set: a smaller last batch would be compiled, too.
 train fast 240 fast_cifar $FAST --batch-size 500 --evaluate-every 500
 step bench 250 "$PYTHON" benchmarks/bench.py $BENCH --output-dir "$OUT/bench" --recipes plain_ddp \
     'plain_ddp --tuned' 'amp_cifar --compile'

@@ -7,7 +7,8 @@
 Label smoothing of 0.1 (Szegedy et al. 2016, arXiv:1512.00567), cutout of 12 pixels (DeVries and
 Taylor 2017, arXiv:1708.04552), no weight decay of biases and BatchNorm. The test averages the
 logits of each image and of its mirror image: its accuracy is one with test-time augmentation. On
-one H200 50 epochs with `--batch-size 500 --compile` took 202 seconds and reached 94.8%.
+one H200 a copy of amp reached 94.8% in 202 seconds, with `--epochs 50 --batch-size 500
+--evaluate-every 500 --compile`.
 
 Group: vision. Recipes: ddp, amp.
 """
