@@ -12,12 +12,13 @@ those of the first run. Flags behind `--` are the recipe's. The runs stay in --o
 
 Columns: seconds from the start to the first step, of these in the comparisons of ranks (waiting for
 all of them), to the end of four steps, and from a signal to the end of the last rank; of a rank,
-the most: calls of the store (the recipe's own), sockets, open files, MiB of private memory; lines.
+the most: calls of the store and bytes of their values, also gloo's own; sockets, open files, MiB
+of private memory; lines.
 """
 
 import argparse
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -40,6 +41,7 @@ FLAGS = "--data synthetic --cpu --lr 1 --log-every 1 --epochs 999 --output-dir r
 # Of the recipes: imported before the fork.
 MODULES = ["accelerate", "torchvision", "rich.progress", "huggingface_hub.serialization"]
 MODULES += ["torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"]
+MODULES += ["datasets"] * bool(importlib.util.find_spec("datasets"))  # Accelerate imports it then
 
 
 def build_model(args):
@@ -50,6 +52,47 @@ def build_model(args):
     )
 
 
+class CountingStore(distributed.Store):
+    """A store that counts calls and bytes, also those of gloo, which are C++."""
+
+    def __init__(self, store, values):
+        super().__init__()
+        self.store, self.values = store, values
+
+    def note(self, *content):
+        self.values["calls"] += 1
+        self.values["bytes"] += sum(map(len, content))
+
+    def set(self, key, value):
+        self.note(value)
+        self.store.set(key, value)
+
+    def get(self, key):
+        value = self.store.get(key)
+        self.note(value)
+        return value
+
+    def multi_get(self, keys):
+        values = self.store.multi_get(keys)
+        self.note(*values)
+        return values
+
+    def add(self, key, number):
+        self.note()
+        return self.store.add(key, number)
+
+    def check(self, keys):
+        self.note()
+        return self.store.check(keys)
+
+    def wait(self, *arguments):
+        self.note()
+        self.store.wait(*arguments)
+
+    def set_timeout(self, timeout):
+        self.store.set_timeout(timeout)
+
+
 class Notes:
     """Measures one rank. With `stop`, the last rank gets SIGTERM in its fourth step."""
 
@@ -57,17 +100,16 @@ class Notes:
         self.rank, self.is_last = recipe.RANK, recipe.RANK == recipe.WORLD_SIZE - 1
         self.stop = stop
         self.steps = count(1)
-        self.values = {"start": time.time(), "calls": 0, "compared": 0}
-        for name in ("get", "multi_get", "set", "add", "check", "wait"):
-            setattr(distributed.Store, name, self.counted(getattr(distributed.Store, name)))
+        self.values = {"start": time.time(), "calls": 0, "bytes": 0, "compared": 0}
+        distributed.rendezvous = self.counted(distributed.rendezvous)
         recipe.train_step = self.at_step(recipe.train_step)
         recipe.exit_if_ranks_differ = self.timed(recipe.exit_if_ranks_differ)
         recipe.exit_now = self.at_exit(recipe.exit_now)
 
-    def counted(self, function):
-        def call(*arguments):
-            self.values["calls"] += 1
-            return function(*arguments)
+    def counted(self, rendezvous):
+        def call(*arguments, **options):
+            for store, rank, world_size in rendezvous(*arguments, **options):
+                yield CountingStore(store, self.values), rank, world_size
 
         return call
 
@@ -172,7 +214,7 @@ def row(recipe, processes, batch, directory, flags):
     first = max(x["first step"] for x in noted)
     stopped, _ = train(recipe, processes, batch, directory / f"{processes}-stopped", flags, True)
     stop = max(x["end"] for x in stopped) - min(x["signal"] for x in stopped)
-    names = ("compared", "calls", "sockets", "files", "memory")
+    names = ("compared", "calls", "bytes", "sockets", "files", "memory")
     compared, *most = (max(x[name] for x in noted) for name in names)
     seconds = (first - start, compared, end - start, stop)
     return [processes, *(f"{x:.1f}" for x in seconds), *most, lines]
@@ -191,7 +233,7 @@ def main():
     gc.freeze()  # no garbage for the ranks
     batch = max(args.processes)
     names = ["processes", "to step 1, s", "comparing, s", "to the end, s", "a stop, s"]
-    names += ["calls of the store", "sockets", "open files", "private MiB", "lines"]
+    names += ["calls of the store", "bytes", "sockets", "open files", "private MiB", "lines"]
     print(f"| {' | '.join(names)} |\n|{' ---: |' * len(names)}", flush=True)
     directory = Path(args.output_dir).resolve()
     weights = []

@@ -48,12 +48,13 @@ def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
 
 @pytest.mark.slow
 def test_32_ranks_train_as_one_and_stop_together(tmp_path):
-    """After a signal to the last one; each calls the store a number of times that grows linearly,
-    and what is printed does not grow."""
+    """After a signal to the last one. Each calls the store less than twice per rank, and gloo does
+    so, too, as it does above 64 ranks. As many lines are printed as by one process."""
     command = [sys.executable, ROOT / "benchmarks/ranks.py", "--processes", 1, 32]
-    launch([*command, "--output-dir", tmp_path])  # an error if a stopped rank's status is not 143
-    calls = sorted(json.loads(x.read_text())["calls"] for x in tmp_path.glob("32/rank-*.json"))
-    assert len(calls) == 32 and calls[-2] < 20 and calls[-1] < 20 + 2 * 32
+    command += ["--output-dir", tmp_path]
+    launch(command, TORCH_GLOO_LAZY_INIT="1")  # an error if a stopped rank's status is not 143
+    calls = [json.loads(x.read_text())["calls"] for x in tmp_path.glob("32/rank-*.json")]
+    assert len(calls) == 32 and max(calls) < 2 * 32
     one, many = ((tmp_path / n / "output.txt").read_text().count("\n") for n in ("1", "32"))
     assert one == many > 40
     weights = [outputs(tmp_path / n / "run").weights for n in ("1", "32")]
