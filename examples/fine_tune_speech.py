@@ -25,7 +25,7 @@ by a beam search. Models with feat_extract_norm "group", such as wav2vec2-base, 
 padding of a batch; in all others an utterance has the same loss in any batch. On GPUs, the gradient
 of torch's CTC is not deterministic: a resumed run differs by rounding.
 
-Group: speech. Recipes: ddp, amp.
+Group: speech. Recipes: ddp, amp, sharded.
 """
 
 import torch

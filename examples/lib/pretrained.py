@@ -12,9 +12,19 @@ def load_pretrained(auto, args, config):
     CPU. A head that the base does not have, or has in another shape, gets random weights. For
     sharded_cifar.py also on the meta device, which has shapes and no weights."""
     if torch.empty(0).is_meta:
-        return auto.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
+        if how := generation_config(args, model):
+            model.generation_config = how
+        return model
     options = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
     return auto.from_pretrained(args.base, config=config, **options).train()
+
+
+def generation_config(args, model, **changes):
+    """Return how the base generates, with changes, or None if it has no such file, or cannot."""
+    with suppress(OSError):
+        if model.can_generate():
+            return GenerationConfig.from_pretrained(args.base, **changes)
 
 
 def save_beside_weights(accelerator, args, auto, config, processor, **generation):
@@ -28,7 +38,5 @@ def save_beside_weights(accelerator, args, auto, config, processor, **generation
     config.architectures = [type(model).__name__]
     config.save_pretrained(args.output_dir)
     processor.save_pretrained(args.output_dir)
-    if model.can_generate():
-        with suppress(OSError):  # older models have none
-            how = GenerationConfig.from_pretrained(args.base, **generation)
-            how.save_pretrained(args.output_dir)
+    if how := generation_config(args, model, **generation):
+        how.save_pretrained(args.output_dir)
