@@ -48,7 +48,7 @@ def runs(data, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
     make(path / "mine.py", "ddp", "fine_tune_speech")
     lists = ["--train", data / "speech/train.tsv", "--test", data / "speech/test.tsv"]
-    flags = [*lists, "--cpu", "--batch-size", 4, "--max-steps", 4, "--lr", 1e-2]
+    flags = [*lists, "--cpu", "--batch-size", 4, "--max-steps", 2, "--lr", 1e-2]
     described = [
         (2, path / "mine.py", [*flags, "--base", data / kind, *language])
         for kind, language in zip(KINDS, ([], ["--language", "english"]), strict=True)
