@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.." || exit
 TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 DATA="--data synthetic" SLOW=1
 [ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
-FAST="$DATA --epochs 50 --compile --log-every 100"
+FAST="$DATA --epochs 50 --compile --log-every 100 --checkpoint-every 500"
 SHORT="--data synthetic --max-steps 90 --log-every 30 --precision bf16" SIZES="128 512"
 SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
 BENCH="--rounds 1 --steps 30 --minutes 4" TESTS="-q -n 4"

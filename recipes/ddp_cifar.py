@@ -287,7 +287,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure f77ad541762e: identical in all recipes, edit only above it
+# ================= shared infrastructure 6b27bd95967a: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -419,7 +419,7 @@ class Run:
                 self.step += 1
                 self.learning_rate = float(self.scheduler.get_last_lr()[0])
                 self.evaluation_due = self.is_due(every)  # of a saved step: a signal may end it
-                self.save_due = self.is_due(every, self.steps_per_epoch, args.checkpoint_every)
+                self.save_due = self.is_due(every, args.checkpoint_every or self.steps_per_epoch)
                 self.line_due = self.save_due or self.step % args.log_every == 0
                 microbatches = (self.metrics.timed_next(batches) for _ in range(self.accumulation))
                 yield microbatches
@@ -427,7 +427,7 @@ class Run:
 
     def is_due(self, *intervals):
         """Return whether this step is the last one, or a multiple of one of the intervals."""
-        is_multiple = self.step > 0 and any(x and self.step % x == 0 for x in intervals)
+        is_multiple = self.step > 0 and any(self.step % x == 0 for x in intervals)
         return is_multiple or self.step == self.total_steps
 
     def log_save_or_stop(self, values, grad_norm=None, details=None):
@@ -1250,7 +1250,7 @@ def parse_args(description, *declarations):
     add("--threads", type=whole, help="CPU threads (cores / processes)")
     add("--output-dir", default=f"runs/{RECIPE}", help="default: %(default)s")
     add("--evaluate-every", type=whole, help="steps between evaluations (an epoch's)")
-    add("--checkpoint-every", type=whole, help="steps between checkpoints, besides these")
+    add("--checkpoint-every", type=whole, help="steps between checkpoints (an epoch's)")
     add("--keep", type=whole, default=2, help="kept checkpoints (%(default)s)")
     add("--log-every", type=whole, help="steps between lines (GPUs: 50, CPU: 10)")
     add("--tracker", help="tensorboard, wandb, ...")

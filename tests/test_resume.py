@@ -124,12 +124,13 @@ def test_each_script_that_has_trained_is_kept(tmp_path):
 def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_repeated(
     recipe, processes, tmp_path
 ):
-    """Every third of eight steps, four in an epoch."""
+    """Every third of eight steps, four in an epoch. Each follows a checkpoint."""
     text = project("resume", train_step="plain_step", evaluate="evaluate_or_end")
     script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=text)
     flags = [*SMALL, "--global-batch-size", 64, "--batch-size", 32, "--epochs", 2]
     common = {"processes": processes, "script": script, "directory": tmp_path}
-    often = [*flags, "--evaluate-every", 3, "--log-every", 1, "--output-dir"]
+    often = [*flags, "--evaluate-every", 3, "--checkpoint-every", 7, "--keep", 9]
+    often += ["--log-every", 1, "--output-dir"]
     runs = [
         {**common, "flags": [*flags, "--log-every", 1, "--output-dir", "without"]},
         {**common, "flags": [*often, "with"]},
@@ -141,5 +142,7 @@ def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_re
     assert begin_of(answers[3][1]) == 3, "the step was saved before its evaluation"
     without, often, ended = (outputs(tmp_path / name) for name in ("without", "with", "ended"))
     assert [line["step"] for line in often.evaluations] == [3, 6, 8]
+    names = sorted(path.name[:13] for path in often.directory.glob("step-*"))
+    assert names == [f"step-{step:08}" for step in (3, 6, 7, 8)]
     torch.testing.assert_close(often.weights, without.weights, rtol=0, atol=0)
     assert_same_training(ended, often, 0)
