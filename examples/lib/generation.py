@@ -9,7 +9,8 @@ from torch import distributed
 def generate(model, **options):
     """Return what `.generate` of a model of transformers returns, (B, N) int64, inside of
     `compute_loss`. DDP hides that method. A sharded model gathers its parameters in each step: so
-    all ranks take as many steps as the one that needs most."""
+    all ranks take as many steps as the one that needs most. If it has an encoder, call `model(...)`
+    before: that gathers the encoder's parameters."""
     plain = getattr(model, "module", model)
     together = hasattr(plain, "reshard") and distributed.get_world_size() > 1
     return plain.generate(synced_gpus=together, **options)
