@@ -48,7 +48,7 @@ def runs(data, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
     make(path / "mine.py", "ddp", "fine_tune_speech")
     lists = ["--train", data / "speech/train.tsv", "--test", data / "speech/test.tsv"]
-    flags = [*lists, "--cpu", "--batch-size", 4, "--max-steps", 2, "--lr", 1e-2]
+    flags = [*lists, "--cpu", "--batch-size", 4, "--max-steps", 2, "--lr", 1e-3]
     described = [
         (2, path / "mine.py", [*flags, "--base", data / kind, *language])
         for kind, language in zip(KINDS, ([], ["--language", "english"]), strict=True)
@@ -109,7 +109,9 @@ def test_the_pipeline_of_transformers_transcribes_with_the_errors_of_the_run(kin
         for name, one in transcribe.items()
     }
     assert found["run"] != found["base"] and any(found["run"])
-    if kind == "whisper":
+    if kind == "wav2vec2":
+        assert len({*found["run"]}) > 5, "or it would be no test"
+    else:
         assert transcribe["run"].model.generation_config.language == "english"
     for name, parts in (("wer", str.split), ("cer", list)):
         truth = [parts(text) for text, _ in texts]
