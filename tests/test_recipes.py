@@ -7,7 +7,17 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, ROUNDING, assert_same_training, copy, forked, outputs, project
+from conftest import (
+    ROOT,
+    ROUNDING,
+    SMALL,
+    assert_same_training,
+    copy,
+    forked,
+    outputs,
+    project,
+    run,
+)
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 
@@ -65,3 +75,23 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(re
     # The copy has its own name and flags, and not those of the example.
     assert output.count('"recipe": "mine"') == 1 and "_cifar" not in output, output
     assert "workers" in result.summary and "data_dir" not in result.summary
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "launcher"),
+    [
+        ("amp_cifar", []),
+        ("sharded_cifar", []),
+        ("data_parallel_cifar", []),
+        ("pipeline_cifar", TORCHRUN),
+    ],
+)
+def test_a_recipe_trains_in_an_interpreter_of_its_own(recipe, launcher, tmp_path):
+    """A fork would not show a missing import, or an error at the end of the interpreter."""
+    command = [sys.executable, *launcher, ROOT / f"recipes/{recipe}.py", *SMALL]
+    process = run([*command, "--batch-size", 8, "--max-steps", 1, "--output-dir", tmp_path])
+    assert "Traceback" not in process.stderr and outputs(tmp_path).train[-1]["step"] == 1
