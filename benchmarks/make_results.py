@@ -50,8 +50,8 @@ def launch_line(summary):
     # The first one's name was accumulation_steps on 2026-11-22.
     if max(summary.get(name, 1) for name in ("accumulation", "accumulation_steps")) > 1:
         line += f" --global-batch-size {summary['global_batch_size']}"
-    defaults = {"batch_size": 128, "microbatches": 8, "lr": 0.1, "clip_norm": None}
-    defaults["evaluate_every"] = None
+    defaults = {"batch_size": 128, "microbatches": 8, "lr": 0.1}
+    defaults |= {"clip_norm": None, "evaluate_every": None}
     for name, default in defaults.items():
         if summary.get(name, default) != default:
             line += f" --{name.replace('_', '-')} {summary[name]}"

@@ -48,8 +48,9 @@ def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
 
 @pytest.mark.slow
 def test_32_ranks_train_as_one_and_stop_together(tmp_path):
-    """After a signal to the last one. Each calls the store less than twice per rank, and gloo does
-    so, too, as it does above 64 ranks. As many lines are printed as by one process."""
+    """After a signal to the last one. If gloo connects only ranks that communicate, as above 64
+    ranks, each rank calls the store less than twice per rank, gloo's own calls included. As many
+    lines are printed as by one process."""
     command = [sys.executable, ROOT / "benchmarks/ranks.py", "--processes", 1, 32]
     command += ["--output-dir", tmp_path]
     launch(command, TORCH_GLOO_LAZY_INIT="1")  # an error if a stopped rank's status is not 143
