@@ -1,0 +1,120 @@
+"""A program of Python as a fork of a process that has imported what it needs: for forked.py."""
+
+import atexit
+import contextlib
+import io
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import numpy
+import torch
+
+HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
+kept = []
+plain_fork_exec = subprocess._fork_exec
+
+
+def fork_instead_of_exec(words, programs, close, passed, directory, environment, *more):
+    """In the place of the function that `subprocess` calls: a program of Python is a fork of this
+    process."""
+    words = list(map(os.fsdecode, words))
+    if words[0] != sys.executable or (words[1].startswith("-") and words[1] not in ("-u", "-m")):
+        return plain_fork_exec(words, programs, close, passed, directory, environment, *more)
+    stdin, _, _, stdout, _, stderr, _, failure, _, session, *_ = more
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        ends = {n: os.dup(x) for n, x in enumerate((stdin, stdout, stderr)) if x != -1}
+        for number, end in ends.items():
+            os.dup2(end, number)
+        if session:
+            os.setsid()
+        close_files_but({*passed} - {failure})
+        os.chdir(directory or ".")
+        pairs = (os.fsdecode(pair).split("=", 1) for pair in environment or ())
+        become(words, dict(pairs) or dict(os.environ))
+    return pid
+
+
+def close_files_but(kept=()):
+    """Close what a program that is executed would not have. It starts a tracker of its own."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept:
+            with contextlib.suppress(OSError):  # the one by which they are listed
+                os.close(number)
+    tracker = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
+
+
+def become(words, environment):
+    """Be `python [-u] script.py ...`, or `python [-u] -m module ...`, to its end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    draw_seeds()
+    unbuffered = words[1] == "-u"
+    open_streams(unbuffered)
+    sys.argv = words[1 + unbuffered :]
+    own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [*own, *set_aside(sys.path)]
+    code = 1
+    try:
+        if sys.argv[0] == "-m":
+            sys.argv = sys.argv[1:]
+            sys.path = [os.getcwd(), *paths]
+            kept.append(runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
+        else:
+            sys.path = [str(Path(sys.argv[0]).parent), *paths]
+            kept.append(runpy.run_path(sys.argv[0], run_name="__main__"))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.excepthook(*sys.exc_info())
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # waits, as the end of an interpreter does
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # the terminal is closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 255)
+
+
+def open_streams(unbuffered):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        binary = "wb" if number else "rb"
+        file = open(number, binary, 0 if unbuffered and number else -1, closefd=False)
+        lines = number == 2 or os.isatty(number)
+        text = io.TextIOWrapper(file, line_buffering=lines, write_through=unbuffered)
+        kept.append(getattr(sys, name))
+        setattr(sys, name, text)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+
+
+def draw_seeds():
+    """All inherit the same generators: nothing may depend on their state."""
+    random.seed()
+    numpy.random.seed(random.getrandbits(32))
+    torch.manual_seed(random.getrandbits(32))
+
+
+def set_aside(paths):
+    """Return the paths without those of the tests, whose modules are forgotten, too: a script finds
+    what it would find if it had been started alone."""
+    for name in ("conftest", "disturbed_training"):
+        sys.modules.pop(name, None)
+    return [path for path in paths if path not in HERE]
