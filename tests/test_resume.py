@@ -74,11 +74,14 @@ UNFUSED = (
 def test_what_is_no_tensor_of_a_state_dict_resumes_and_no_state_keeps_the_file(recipe, tmp_path):
     """AdamW that is not fused would keep its number of steps in the mapped checkpoint, and so the
     disk space of a file that a later save deletes. FSDP takes no integer parameters."""
-    model = "growing_model" if recipe == "sharded_cifar" else "quantised_model"
+    is_sharded = recipe == "sharded_cifar"
+    processes, replicas = (4, ["--replicas", 2]) if is_sharded else (2, [])
+    model = "growing_model" if is_sharded else "quantised_model"
     text = project("resume", build_model=model)
     script = copy(recipe, tmp_path / "mine.py", *LITTLE, UNFUSED, project=text)
-    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
-    common = {"processes": 2, "script": script, "directory": tmp_path}
+    flags = [*SMALL, "--batch-size", 32 // processes, "--checkpoint-every", 2, "--max-steps", 6]
+    flags += ["--keep", 1, *replicas]
+    common = {"processes": processes, "script": script, "directory": tmp_path}
     whole, broken = ([*flags, "--log-every", 1, "--output-dir", x] for x in ("whole", "broken"))
     once, ended, resumed = forked(
         [
@@ -88,12 +91,13 @@ def test_what_is_no_tensor_of_a_state_dict_resumes_and_no_state_keeps_the_file(r
         ],
         tmp_path,
     )
-    assert once[0] == resumed[0] == [0, 0] and ended[0] == [7, 7], (once, ended, resumed)
+    assert [set(x[0]) for x in (once, ended, resumed)] == [{0}, {7}, {0}], (once, ended, resumed)
     assert begin_of(resumed[1]) == 2
-    if recipe == "sharded_cifar":  # the checkpoint has all of a model
+    if is_sharded:  # the checkpoint has all of a model
         built = [output.count("builds a model on cpu") for _, output in (once, resumed)]
         assert built == [1, 0]
-    assert resumed[1].count("mapped files: False") == 8 and "mapped files: True" not in resumed[1]
+    assert resumed[1].count("mapped files: False") == 4 * processes
+    assert "mapped files: True" not in resumed[1]
     assert_same_training(outputs(tmp_path / "broken"), outputs(tmp_path / "whole"), 0)
     files = [path for path in (tmp_path / "broken").rglob("*") if path.is_file()]
     assert len({path.stat().st_mode for path in files}) == 1, "all by the umask"

@@ -5,7 +5,6 @@ import json
 import pickle
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,9 +68,7 @@ EQUAL = {  # processes and flags: of the whole run, or of one that continues ano
     "1": (1, ["--batch-size", 32]),
     "2, whole gradients": (2, ["--batch-size", 4]),
     "4, gradients in shards": (4, ["--batch-size", 4, "--sync-each-batch"]),
-    "2 x 2": (4, ["--batch-size", 8, "--replicas", 2]),
-    "1 to 2 x 2": (4, ["--batch-size", 8, "--replicas", 2]),
-    "4, gradients in shards to 1": (1, ["--batch-size", 32]),
+    "4, gradients in shards to 2 x 2": (4, ["--batch-size", 8, "--replicas", 2]),
 }
 
 
@@ -116,19 +113,21 @@ def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(equal_ru
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     # Processes, replicas, whether activations are checkpointed.
-    cases = {"2 x 2": (4, 2, False), "4": (4, 1, False), "2": (2, 1, True)}
+    cases = {"2 x 2": (4, 2, True), "4": (4, 1, False)}
     return answers("sharded_gradient", tmp_path_factory.mktemp("gradients"), cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["2", "4", "2 x 2"])
+@pytest.mark.parametrize("case", ["4", "2 x 2"])
 def test_gradients_of_a_resnet_are_those_of_the_whole_model(gradients, case):
+    """A hang is named before the groups of replicas time out."""
     answer = gradients[case]
     assert answer["deviation"] < 1e-9 * answer["largest"] and answer["largest"] > 0.1
+    assert case == "4" or answer["timeouts"] == [recipe.TIMEOUT.total_seconds()] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["2", "4", "2 x 2"])
+@pytest.mark.parametrize("case", ["4", "2 x 2"])
 def test_a_process_holds_its_share_and_about_two_unsharded_units_at_a_time(gradients, case):
     """The share is of parameters, gradients and momentum in float64; two replicas hold the model
     twice. Of the units, one computes and one is prefetched, in the forward and backward pass."""
@@ -140,11 +139,6 @@ def test_a_process_holds_its_share_and_about_two_unsharded_units_at_a_time(gradi
     assert sum(held) >= whole * len(held) / shards
     assert max(held) <= whole / shards + unit
     assert unit <= gathered <= 2 * unit + root < whole / 3
-
-
-@pytest.mark.slow
-def test_a_hang_is_named_before_the_groups_of_replicas_time_out(gradients):
-    assert gradients["2 x 2"]["timeouts"] == [recipe.TIMEOUT.total_seconds()] * 2
 
 
 def test_mistakes_are_one_line():
@@ -226,21 +220,20 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_pa
 
 
 KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins
-    (1, 2, "open shard-00002-model-00001-.*", 1),
     (1, 2, "open shard-00002-model-00003-.*", 1),
-    (0, 3, "open run.pt", 2),
-    (0, 4, r"os.rename step-\d+\.tmp", 3),
-    (0, 5, r"os.rename step-\d+", 5),  # the new one has its name, an old one is to be deleted
-    (0, 7, r"os.rmdir step-\d+\.deleted\.tmp", 7),
+    (0, 2, "open run.pt", 1),
+    (0, 3, r"os.rename step-\d+\.tmp", 2),
+    (0, 4, r"os.rename step-\d+", 4),  # the new one has its name, an old one is to be deleted
+    (0, 6, r"os.rmdir step-\d+\.deleted\.tmp", 6),
 ]
 
 
 @pytest.fixture(scope="module")
 def killed(disturbed, tmp_path_factory):
-    """The directories of a run of ten steps that was killed in its saves, and of one that was not,
-    and what the runs printed."""
+    """The directories of a run of eight steps that was killed in its saves, and of one that was
+    not, and what the runs printed."""
     directory = tmp_path_factory.mktemp("killed")
-    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 10]
+    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
     runs = [described(directory, disturbed, "whole", *flags, "--keep", 99)]
     for kill in (*(kill[:3] for kill in KILLS), None):
         runs.append(described(directory, disturbed, "killed", *flags, disturb=kill))
@@ -257,9 +250,9 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(killed
         assert f"resuming from killed/step-{begins:08}" in output, output
         assert "damaged" not in output, "a checkpoint under its final name was not complete"
     whole, killed = directory / "whole", directory / "killed"
-    assert_equal(checkpoint(killed / "step-00000010"), checkpoint(whole / "step-00000010"))
+    assert_equal(checkpoint(killed / "step-00000008"), checkpoint(whole / "step-00000008"))
     assert_same_training(outputs(killed), outputs(whole), 0)
-    names = {"step-00000009", "step-00000010", "metrics.jsonl", "summary.json"}
+    names = {"step-00000007", "step-00000008", "metrics.jsonl", "summary.json"}
     names |= {"run.lock", "run.id"}
     names.add("disturbed.from-00000000.py")
     names |= {"model.safetensors", "counted.0", "counted.1"}
@@ -268,7 +261,7 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(killed
     disk = json.loads((killed / "counted.0").read_text())["disk"]
     old = r"rename step-\d+(?!\d|\.)"
     order = rf"fsync run\.pt fsync (\S+) rename \1 fsync killed {old}"
-    assert len(re.findall(order, disk)) == len(re.findall(old, disk)) >= 3, disk
+    assert len(re.findall(order, disk)) == len(re.findall(old, disk)) >= 2, disk
 
 
 class Hostile:
@@ -289,30 +282,30 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(
     whole, executed = killed[0] / "whole", tmp_path / "executed"
     for name in ("damaged", "forged"):
         shutil.copytree(whole, tmp_path / name)
-    folders = [tmp_path / f"damaged/step-{step:08}" for step in range(11)]
-    shards = [files[1].name for files in files_of_ranks(folders[10])]
-    for step, shard in ((10, shards[0]), (9, shards[1])):
+    folders = [tmp_path / f"damaged/step-{step:08}" for step in range(9)]
+    shards = [files[1].name for files in files_of_ranks(folders[8])]
+    for step, shard in ((8, shards[0]), (7, shards[1])):
         data = bytearray((folders[step] / shard).read_bytes())
         data[-10] ^= 1
         (folders[step] / shard).write_bytes(data)
-    (folders[8] / shards[1]).unlink()
-    shutil.copy(folders[7] / shards[0], folders[7] / "b.safetensors")
-    (folders[6] / "run.pt").write_bytes(b"PK")
-    torch.save(Hostile(executed), folders[5] / "run.pt")
-    (folders[4] / ".metadata").write_bytes(pickle.dumps(Hostile(executed)))
-    forged = tmp_path / "forged/step-00000010"
+    (folders[6] / shards[1]).unlink()
+    shutil.copy(folders[5] / shards[0], folders[5] / "b.safetensors")
+    (folders[4] / "run.pt").write_bytes(b"PK")
+    torch.save(Hostile(executed), folders[3] / "run.pt")
+    (folders[2] / ".metadata").write_bytes(pickle.dumps(Hostile(executed)))
+    forged = tmp_path / "forged/step-00000008"
     (forged / shards[0]).write_bytes(pickle.dumps(Hostile(executed)))
     content = torch.load(forged / "run.pt", weights_only=True)
     content["checksums"][shards[0]] = recipe.checksum(forged / shards[0])
     torch.save(content, forged / "run.pt")
 
-    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 10, "--keep", 99]
+    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
     runs = [described(tmp_path, disturbed, name, *flags) for name in ("damaged", "forged")]
     (codes, output), (failed, _) = forked(runs, tmp_path, together=2)
     assert not executed.exists() and codes == [0, 0] and failed != [0, 0], output
     assert output.count("skipping damaged") == 6
-    assert "resuming from damaged/step-00000004" in output
-    assert_equal(checkpoint(folders[10]), checkpoint(whole / "step-00000010"))
+    assert "resuming from damaged/step-00000002" in output
+    assert_equal(checkpoint(folders[8]), checkpoint(whole / "step-00000008"))
     pickle.loads(pickle.dumps(Hostile(executed))).close()
     assert executed.exists(), "the hostile file was harmless"
 
@@ -377,34 +370,14 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     assert one == [1, 1] and min(many) > 3
 
 
-@pytest.mark.slow
-def test_buffers_that_are_in_no_state_dict_are_resumed_also_with_replicas(tmp_path):
-    text = project("sharded", build_model="Counting")
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
-    flags = [*SMALL, "--batch-size", 16, "--max-steps", 4, "--checkpoint-every", 2]
-    cases = [(2, script, flags), (4, script, [*flags, "--replicas", 2])]
-    wholes = train_forked(tmp_path, *cases)
-    later = []
-    for case, whole in zip(cases, wholes, strict=True):
-        directory = Path(f"{whole.directory} again")
-        shutil.copytree(whole.directory, directory)
-        shutil.rmtree(directory / "step-00000004")
-        later.append((*case, {"directory": directory}))
-    for again, whole in zip(train_forked(tmp_path, *later), wholes, strict=True):
-        assert again.summary["resumed_from"] == 2 and "passes" not in whole.weights
-        assert_same_training(again, whole, 0)
-        last = torch.load(again.directory / "step-00000004/run.pt", weights_only=True)
-        assert last["states"]["model"]["passes"] == 4
-
-
-FILE_SIZE = 2**22
+FILE_SIZE = 2**21
 
 
 @pytest.mark.slow
 def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tmp_path):
     """Not all shards: the peak of a process's resident memory in a save, and when a run that
-    resumes reads. A file has less than FILE_SIZE and a tensor, at most half of the first layer's.
-    The last one has a bias only."""
+    resumes reads. A file has less than FILE_SIZE and a tensor, at most half of a layer. The last
+    one has a bias only."""
     text = project("sharded_measured", FILE_SIZE=FILE_SIZE)
     script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
     flags = [*SMALL, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
@@ -413,7 +386,7 @@ def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tm
     shutil.rmtree(run.directory / "step-00000002")
     (run,) = train_forked(tmp_path, (2, script, flags, where))
     assert run.summary["resumed_from"] == 1
-    most = 2 * (FILE_SIZE + 4 * 3072 * 1024 // 2) + 2**22  # and 4 MiB for what is not of shards
+    most = 2 * (FILE_SIZE + 4 * 1024 * 1024 // 2) + 2**22  # and 4 MiB for what is not of shards
     for rank, files in enumerate(files_of_ranks(run.directory / "step-00000002")):
         peaks, synced = json.loads((run.directory / f"measured.{rank}").read_text())
         sizes = {path.name: path.stat().st_size for path in files}

@@ -6,9 +6,9 @@ from torch import nn
 
 def build_model(args):
     """Large weights, then large activations: their peak comes before there are gradients."""
-    hidden = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2048), nn.Unflatten(1, (2, 32, 32)))
-    convolution = nn.Sequential(nn.Conv2d(2, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-    return nn.Sequential(hidden, convolution, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    hidden = nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), nn.Unflatten(1, (1, 32, 32)))
+    convolution = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(hidden, convolution, nn.Sequential(nn.Flatten(), nn.Linear(32, 10)))
 
 
 class Model(nn.Module):
@@ -32,4 +32,4 @@ def adamw(model, args, total_steps):
 def model_with_a_large_head(args):
     layers = [nn.Sequential(nn.Flatten(), nn.Linear(3072, 32))]
     layers += [nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True)) for _ in range(6)]
-    return nn.Sequential(*layers, nn.ReLU6(), nn.Linear(32, 200_000), nn.Identity())
+    return nn.Sequential(*layers, nn.ReLU6(), nn.Linear(32, 50_000), nn.Identity())

@@ -80,17 +80,3 @@ def nested_optimizer(model, args, total_steps):
     model.blocks[0].bias.requires_grad_(False)
     optimizer = Nested(model.parameters())
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-
-class Counting(nn.Module):
-    """Scales its input by a buffer that is in no state dict, and that training changes."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.inner = nn.Linear(3, 10)
-        self.register_buffer("passes", torch.zeros(()), persistent=False)
-
-    def forward(self, x):
-        if self.training:
-            self.passes += 1
-        return self.inner(x.mean((2, 3))) * (1 + self.passes / 4)

@@ -18,8 +18,9 @@ synced, peaks = {}, {}
 
 
 def build_model(args):
-    layers = [nn.Linear(1024, 1024) for _ in range(12)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), *layers, nn.AvgPool1d(64))
+    layers = [nn.Linear(1024, 1024) for _ in range(7)]
+    first = nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 1024)
+    return nn.Sequential(*first, *layers, nn.AvgPool1d(64))
 
 
 def in_memory(name):
