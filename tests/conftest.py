@@ -334,6 +334,9 @@ NARROW = (
 )
 LITTLE = LITTLE_DATA, *NARROW
 
+# What torch.compile imports in a training, for `forked`.
+COMPILER = ["torch._inductor.compile_fx", "torch._inductor.codegen.cpp"]
+
 # In float32 the order of a sum can move an activation over the edge of a ReLU, and so much of a
 # gradient: in float64 two trainings are the same or are not, on any CPU.
 IN_FLOAT64 = project("in_float64")

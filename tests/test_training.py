@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchvision
 from conftest import (
+    COMPILER,
     IN_FLOAT64,
     LITTLE_DATA,
     ROUNDING,
@@ -221,7 +222,7 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
     text = project("training", build_model="model_to_compile") + IN_FLOAT64
     script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=text)
     compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}
-    compiled, eager = train_forked(tmp_path, compiled, (1, script, flags))
+    compiled, eager = train_forked(tmp_path, compiled, (1, script, flags), imports=COMPILER)
     assert any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"
     assert_same_training(compiled, eager, ROUNDING)
 

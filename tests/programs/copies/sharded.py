@@ -1,5 +1,7 @@
 """For copies in test_sharded.py: models, a loss, an optimizer."""
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -13,9 +15,17 @@ def weighted_loss(model, batch, args):
 
 
 def model_of_five_units(args):
-    sizes = ((768, 64), (64, 48), (48, 32), (32, 16), (16, 10))
-    layers = [nn.Sequential(nn.Linear(*size), nn.BatchNorm1d(size[1]), nn.Tanh()) for size in sizes]
-    return nn.Sequential(nn.Flatten(), *layers)
+    return model_of_units((768, 64, 48, 32, 16, 10))
+
+
+def model_of_two_units(args):
+    return model_of_units((768, 64, 10))
+
+
+def model_of_units(sizes):
+    pairs = itertools.pairwise(sizes)
+    units = [nn.Sequential(nn.Linear(*x), nn.BatchNorm1d(x[1]), nn.Tanh()) for x in pairs]
+    return nn.Sequential(nn.Flatten(), *units)
 
 
 def main_that_counts_graphs():
