@@ -43,11 +43,15 @@ from pathlib import Path
 
 import accelerate.commands.accelerate_cli  # noqa: F401
 import huggingface_hub.serialization  # noqa: F401
+import numpy.ctypeslib  # noqa: F401
+import rich._emoji_codes
 import rich.json
 import rich.progress  # noqa: F401
 import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.checkpoint.state_dict
-import torch.distributed.launcher.api  # noqa: F401
+import torch.distributed.launcher.api
+import torch.distributed.pipelining
+import torch.utils.serialization  # noqa: F401
 import torchvision  # noqa: F401
 from disturbed_training import train
 from forks import become, close_files_but, draw_seeds, fork_instead_of_exec, kept, set_aside
