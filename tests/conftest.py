@@ -184,7 +184,8 @@ def fork_server():
     listener.bind(f"\0forked-{os.getpid()}")
     listener.listen(100)
     program = [sys.executable, ROOT / "tests/programs/forked.py", str(listener.fileno())]
-    environment = {**os.environ, **PROGRAMS, "CUDA_VISIBLE_DEVICES": ""}
+    program.append("-" * 2**14)  # room for the command lines that its forks show
+    environment = {**os.environ, **PROGRAMS, "CUDA_VISIBLE_DEVICES": "", "ROOM": "-" * 2**14}
     options = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "env": environment}
     os.environ["FORK_SERVER"] = listener.getsockname().decode()[1:]
     return subprocess.Popen(program, **options)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from conftest import (
     PROGRAMS,
     ROUNDING,
+    Launched,
     assert_same_training,
     free_port,
     outputs,
@@ -26,7 +26,8 @@ FLAGS = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5,
 FLAGS += ["--keep", 9, "--lr", 0.02, "--log-every", 1]
 RUN = {"recipe": "ddp_cifar", "plain": True, "in_float64": True, "flags": FLAGS}
 # The defaults are 30 s for others to come, and 3 x 5 s until a machine that is silent is left out.
-IMPATIENT = "last_call_timeout=15,keep_alive_interval=1"
+# One that lives is silent for two intervals, and for longer where others use the cores, too.
+IMPATIENT = "last_call_timeout=15,keep_alive_interval=3"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--max_restarts", "3"]
 TORCHRUN += ["--nproc_per_node", "1", "--rdzv_backend", "c10d"]
 
@@ -44,8 +45,7 @@ class Machine:
         command += [__file__, json.dumps(run, default=str)]
         environment = {**os.environ, **PROGRAMS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.log, "w") as file:
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
-            self.launcher = subprocess.Popen(command, start_new_session=True, **options)
+            self.launcher = Launched(command, env=environment, output=file, session=True)
 
     def kill(self):
         """As when it loses its power: the launcher and its rank, which is in another session."""

@@ -1,12 +1,11 @@
 """faults.py: a recipe survives random faults, and copies that do not are found out."""
 
 import json
-import subprocess
 import sys
 from collections import Counter
 
 import pytest
-from conftest import LITTLE_DATA, ROOT, SMALL, copy
+from conftest import LITTLE_DATA, ROOT, SMALL, copy, launch
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +48,7 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
     command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
     command += ["--processes", processes, "--limit", 20, "--seed", 32, "--kinds", *kinds]
     command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    done = launch(command, check=False)
     assert done.returncode == bool(error), done.stdout + done.stderr
     rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
     assert [row["kind"] in kinds for row in rows[:faults]] == [True] * faults

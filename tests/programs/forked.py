@@ -16,7 +16,8 @@ has [exit codes by rank, output] for each run. If patience has ended a run, the 
 says so.
 
     {"command": [...], "directory": ..., "env": {...},
-     "session": a session of its own, "terminal": its stdin is the terminal of its session}
+     "session": a session of its own, "terminal": its stdin is the terminal of its session,
+     "ignored": numbers of the signals that it ignores at its start}
 
 is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`, whose
 stdin, stdout and stderr come through the socket. What these start as `python ...` are forks, too.
@@ -25,6 +26,7 @@ The answer has two lines: its pid, and at its end its exit code.
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -51,10 +53,18 @@ import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.launcher.api
 import torch.distributed.pipelining
-import torch.utils.serialization  # noqa: F401
+import torch.utils.serialization
 import torchvision  # noqa: F401
 from disturbed_training import train
-from forks import become, close_files_but, draw_seeds, fork_instead_of_exec, kept, set_aside
+from forks import (
+    SIGNALS,
+    become,
+    close_files_but,
+    draw_seeds,
+    fork_instead_of_exec,
+    kept,
+    set_aside,
+)
 
 with contextlib.suppress(ImportError):  # where it is installed, Accelerate imports it in each rank
     import datasets  # noqa: F401
@@ -197,7 +207,12 @@ def start_command(request, descriptors, connection):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         close_files_but()
         os.chdir(request["directory"])
+        for number in SIGNALS:  # also where these tests run in the background
+            is_ignored = number in request.get("ignored", ())
+            signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
         subprocess._fork_exec = fork_instead_of_exec
+        forked_spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+        torch.multiprocessing.spawn = forked_spawn
         words = request["command"]
         become(words if words[0] == sys.executable else [sys.executable, *words], request["env"])
     for descriptor in descriptors:

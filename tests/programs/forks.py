@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import io
 import os
 import random
@@ -17,6 +18,7 @@ import numpy
 import torch
 
 HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
 kept = []
 plain_fork_exec = subprocess._fork_exec
 
@@ -58,9 +60,11 @@ def become(words, environment):
     """Be `python [-u] script.py ...`, or `python [-u] -m module ...`, to its end."""
     os.environ.clear()
     os.environ.update(environment)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    show(words, environment)
+    for number in SIGNALS:  # as exec does, what is ignored stays ignored
+        if signal.getsignal(number) != signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     draw_seeds()
     unbuffered = words[1] == "-u"
@@ -92,6 +96,21 @@ def become(words, environment):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code & 255)
+
+
+def show(words, environment):
+    """Let `pgrep`, `psutil` and /proc show this command line and environment. They read the memory
+    of the process in which the kernel has put the first ones, at these places: proc(5)."""
+    places = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[45:49]
+    arguments, end_of_arguments, variables, end_of_variables = map(int, places)
+    pairs = [f"{name}={x}" for name, x in environment.items()]
+    for start, end, texts in (
+        (arguments, end_of_arguments, words),
+        (variables, end_of_variables, pairs),
+    ):
+        content = b"".join(os.fsencode(text) + b"\0" for text in texts)
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, content[: end - start - 1], min(len(content), end - start - 1))
 
 
 def open_streams(unbuffered):
