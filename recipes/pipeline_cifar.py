@@ -23,7 +23,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -193,7 +192,6 @@ def main():
     optimizer = accelerator.prepare(optimizer)
     plain = accelerator.unwrap_model(model.stage)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
-    run.facts = describe_stages(args, plain)
     run.resume(states, partial(warm_up, run, model, train_loader))
     for microbatches in run.steps():
         if microbatches:
@@ -221,9 +219,8 @@ def add_technique_flags(parser):
 
 def check_bf16(args):
     """Exit with an error if this GPU would emulate bf16, as CPUs do that have no bf16."""
-    on_gpu = not args.cpu and torch.cuda.is_available()
-    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if args.precision == "bf16" and emulated:
+    on_gpu = args.precision == "bf16" and not args.cpu and torch.cuda.is_available()
+    if on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         exit_with_error(f"{torch.cuda.get_device_name()} has no bf16: choose another --precision")
 
 
@@ -466,15 +463,6 @@ def clip_both_stages(accelerator, model, clip_norm):
 
 
 # ------------------------------------------------------------------------------- both stages' state
-def describe_stages(args, stage):
-    """Return the facts that `Run.resume` shows and saves with the flags."""
-    names = [name.replace("/", ".") for name in stage._modules]
-    parameters = sum(p.numel() for p in stage.parameters())
-    stages = utils.gather_object([f"{names[0]} to {names[-1]}: {parameters:,} parameters"])
-    bubble = 1 / (args.chunks + 1)
-    return {"pipelines": len(stages) // STAGES, "stages": stages[:STAGES], "bubble": bubble}
-
-
 def collect_states(checkpoints):
     """Return [first, second] on the main process: the states of both stages."""
     return collect_both_stages(checkpoints.run, Checkpoints.collect(checkpoints))
@@ -588,7 +576,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 6b27bd95967a: identical in all recipes, edit only above it
+# ================= shared infrastructure a1cede255a5f: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -618,10 +606,8 @@ class Run:
         self.precision = precision
         self.methods = methods or {}
         self.may_differ = set()  # flags of this recipe that a resumed run need not repeat
-        self.facts = {}  # shown and saved with the flags; they may differ, too
         self.directory = Path(args.output_dir)
         lock_output_directory(self.directory)
-        set_run_id(self.directory)
         faulthandler.dump_traceback_later(args.hang_timeout)  # until the Watcher looks for hangs
         exit_if_config_is_ignored(precision)
         gpus, threads = choose_device(args)
@@ -680,9 +666,6 @@ class Run:
         """Return what summary.json and each checkpoint say: the flags, and what ran where."""
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
         on_gpu = self.accelerator.device.type == "cuda"
-        git = [shutil.which("git") or "true", "-C", os.path.dirname(SCRIPT), "rev-parse", "HEAD"]
-        ask = partial(subprocess.run, git, capture_output=True, text=True)
-        commit = self.on_main_process(ask).stdout.strip()
         config = {
             "recipe": RECIPE,
             **vars(self.args),
@@ -695,8 +678,6 @@ class Run:
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "world_size": WORLD_SIZE,
             "versions": VERSIONS,
-            "commit": commit,  # "" without git
-            **self.facts,
         }
         return json.loads(json.dumps(config, default=str))  # plain types, to be read again
 
@@ -737,22 +718,18 @@ class Run:
         self.metrics.add(values)
         stopping = self.watcher.agreed_signal()
         if self.line_due or stopping:
-            began = self.metrics.interval_began
             results, ranks, measured = self.metrics.gather(grad_norm)
-            exit_if_ranks_are_wrong(**ranks, parts=self.parts, began=began, step=self.step)
+            exit_if_ranks_are_wrong(self, **ranks)
             self.metrics.write("train", results, {**(details or {}), **measured})
-            self.metrics.start_interval()
         if self.save_due or stopping:
             self.is_paused = True
             seconds = self.checkpoints.save(self.step, self.metrics.text)
             self.is_paused = False
             self.metrics.write("checkpoint", {"save_seconds": seconds})
-            self.metrics.start_interval()
         self.exit_on(stopping)
 
     def log_evaluation(self, results):
         self.metrics.write("evaluation", results)
-        self.metrics.start_interval()
         if self.step < self.total_steps:  # a dataset may be in both loaders
             self.train_loader.dataset.set_epoch(self.step // self.steps_per_epoch)
 
@@ -811,21 +788,18 @@ def total_norm(tensors):
 def validate_values(returned):
     """Return the values that `compute_loss` returned, {name: (B,) tensor}, and its "outputs" or
     None. Exit with an error if they are anything else."""
-    problem = f"a {type(returned).__name__}"
-    if isinstance(returned, dict):
-        values = {name: value for name, value in returned.items() if name != "outputs"}
-        outputs = returned.get("outputs")
-        shapes = {name: getattr(x, "shape", type(x)) for name, x in values.items()}
-        loss = shapes.get("loss")
-        if isinstance(loss, torch.Size) and len(loss) == 1 and set(shapes.values()) == {loss}:
-            if outputs is None or len(outputs) == loss[0]:
-                return values, outputs
-            shapes["outputs"] = f"{len(outputs)} of them"
-        problem = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
-    remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
-    exit_with_error(
-        f'compute_loss returned {problem}: return {{"loss": tensor, ...}} with {remedy}'
-    )
+    values = dict(returned) if isinstance(returned, dict) else {type(returned).__name__: returned}
+    outputs = values.pop("outputs", None)
+    shapes = {name: getattr(value, "shape", ()) for name, value in values.items()}
+    if outputs is not None:
+        shapes["outputs"] = torch.Size([len(outputs)])
+    loss = shapes.get("loss", ())
+    if len(loss) != 1 or set(shapes.values()) != {loss}:
+        problem = ", ".join(f"{name}: {tuple(shape)}" for name, shape in shapes.items())
+        remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
+        error = f'compute_loss returned {problem}: return {{"loss": tensor, ...}} with {remedy}'
+        exit_with_error(error)
+    return values, outputs
 
 
 def divide_by_mean_weight(accelerator, model, step_values):
@@ -944,7 +918,8 @@ class Metrics:
         return results, ranks, measured
 
     def write(self, event, results, details=None):
-        """Put a line into metrics.jsonl, to the tracker and, without `details`, on the screen."""
+        """Write a line: all numbers to metrics.jsonl and the tracker, `results` to the screen. The
+        next interval begins."""
         run = self.run
         numbers = {**results, **(details or {})}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
@@ -963,6 +938,7 @@ class Metrics:
             shown += f" eta {timedelta(seconds=round(left / results['samples_per_second']))}"
         with suppress(OSError, SystemExit):  # Ctrl-C also ends a `tee` that reads the pipe
             self.console.print(f"step {run.step}/{run.total_steps} epoch {epoch} {shown}")
+        self.start_interval()
 
     def finish(self):
         """Print the results and, unless this run only evaluated another, write summary.json."""
@@ -978,20 +954,20 @@ class Metrics:
             replace_file(summary, lambda path: path.write_text(text))
 
 
-def exit_if_ranks_are_wrong(losses, norms, parts, began, step):
+def exit_if_ranks_are_wrong(run, losses, norms):
     """Exit with an error unless each rank's loss and weights are finite, and the norms of ranks r
-    and r + parts, for each r, about the same. Shapes are those of `Metrics.gather`."""
+    and r + run.parts, for each r, about the same. Shapes are those of `Metrics.gather`."""
     non_finite = {"the loss": ~losses.isfinite(), "the weights": ~norms[:, 0].isfinite()}
     ranks = {k: x.nonzero().flatten().tolist()[:8] for k, x in non_finite.items() if x.any()}
     if ranks:
-        problem = ", ".join(f"{name} of ranks {some}" for name, some in ranks.items())
-        interval = f"between steps {began} and {step}, nothing was saved"
+        problem = ", ".join(f"{name} of ranks {numbers}" for name, numbers in ranks.items())
+        interval = f"between steps {run.metrics.interval_began} and {run.step}, nothing was saved"
         exit_with_error(f"not finite {interval}: {problem}: lower --lr, or set --clip-norm 1")
-    norms = norms.reshape(-1, parts, norms.shape[1])
+    norms = norms.reshape(-1, run.parts, norms.shape[1])
     same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
     if not same.all():
         ranks = (~same).nonzero().flatten().tolist()[:8]
-        error = f"ranks {ranks} have other weights than rank 0 at step {step}, which is not saved"
+        error = f"ranks {ranks} have other weights than rank 0 at step {run.step}, not saved"
         remedy = "call model(...), not its methods; use all parameters; do not pass one rank's loss"
         exit_with_error(f"{error}: {remedy} to a scheduler (ReduceLROnPlateau)")
 
@@ -1096,7 +1072,7 @@ class Checkpoints:
 
     may_differ = (
         "data_dir weights batch_size cpu threads output_dir keep checkpoint_every evaluate_every "
-        "log_every tracker hang_timeout compile accumulation device world_size versions commit"
+        "log_every tracker hang_timeout compile accumulation device world_size versions"
     )
 
     def __init__(self, run, states):
@@ -1106,8 +1082,9 @@ class Checkpoints:
 
     def find(self):
         """Return the newest intact checkpoint of this run, or None. The states in it may be on the
-        main process alone."""
+        main process alone. Exit with an error if it is of other flags or data."""
         run = self.run
+        may_differ = {*self.may_differ.split(), *run.may_differ}
         paths = checkpoint_paths(run.directory)[::-1]
         files = [path.read_text() for path in run.directory.glob("run.id")]
         files += [path.name for path in paths]
@@ -1124,7 +1101,13 @@ class Checkpoints:
                 damage = f"{error!r:.200}"
             if content:
                 states = content.pop("states")
-                self.exit_if_of_another_run(path, content["config"])
+                saved = content["config"]
+                names = sorted((run.config.keys() & saved.keys()) - may_differ)
+                pairs = [(x, saved[x], run.config[x]) for x in names]
+                conflicts = [f"{x} {old}, not {new}" for x, old, new in pairs if old != new]
+                if conflicts:
+                    remedy = "choose another --output-dir"
+                    exit_with_error(f"{path} has {'; '.join(conflicts)}: {remedy}")
             content, damage = run.on_main_process(lambda found: found, (content, damage))
             if content:
                 run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
@@ -1133,16 +1116,6 @@ class Checkpoints:
         if paths:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
         return None
-
-    def exit_if_of_another_run(self, path, saved):
-        """Exit with an error if a checkpoint is of other flags or data."""
-        run = self.run
-        may_differ = {*self.may_differ.split(), *run.facts, *run.may_differ}
-        names = sorted((run.config.keys() & saved.keys()) - may_differ)
-        now = run.config
-        conflicts = [f"{x} {saved[x]}, not {now[x]}" for x in names if saved[x] != now[x]]
-        if conflicts:
-            exit_with_error(f"{path} has {'; '.join(conflicts)}: choose another --output-dir")
 
     def save(self, step, metrics_text):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
@@ -1179,8 +1152,8 @@ class Checkpoints:
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
     def load(self, saved, is_wanted=True):
-        """Load the main process's states, thing by thing, into those of all ranks, or only send
-        them if they are not wanted on this one."""
+        """Load the main process's states, thing by thing, into those of all ranks but those on
+        which they are not wanted."""
         for name, thing in self.states.items():
             state = saved and [saved[name], saved["buffers"].get(name, {})]
             on_device = isinstance(thing, nn.Module | torch.optim.Optimizer)
@@ -1230,11 +1203,9 @@ def share(run, value, on_device):
     def receive(x):
         if not x.is_meta:
             return x
-        x = (
-            tensors.pop(0).to(device, copy=True)
-            if RANK == 0
-            else torch.empty_like(x, device=device)
-        )
+        x = torch.empty_like(x, device=device)
+        if RANK == 0:
+            x.copy_(tensors.pop(0))
         if run.cpu_group:
             # As bytes: gloo has not all dtypes.
             data = torch.empty(0, dtype=torch.uint8, device=device).set_(x.untyped_storage())
@@ -1322,7 +1293,6 @@ class Watcher:
     def __init__(self, run):
         self.run = run
         self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
-        self.store = run.store
         self.names = utils.gather_object([RANK_AND_HOST])
         self.progress = 0  # steps and batches
         self.received = 0  # the first signal
@@ -1343,7 +1313,7 @@ class Watcher:
         if not self.received:
             self.received = number
             with suppress(RuntimeError):  # the store ends with its launcher
-                self.store.set("signal", str(number))
+                self.run.store.set("signal", str(number))
             if LOCAL_RANK == 0:
                 name = signal.Signals(number).name
                 log_line(f"{name}: stopping after the next step (Ctrl-\\ aborts)")
@@ -1357,8 +1327,8 @@ class Watcher:
         result = self.sent.item()
         self.sent.fill_(self.received)
         with suppress(RuntimeError):  # the store ends with its launcher
-            if RANK == 0 and self.store.check(["signal"]):
-                self.sent.fill_(int(self.store.get("signal")))
+            if RANK == 0 and self.run.store.check(["signal"]):
+                self.sent.fill_(int(self.run.store.get("signal")))
         if self.run.cpu_group:
             self.pending = distributed.broadcast(self.sent, 0, self.run.cpu_group, async_op=True)
         return result
@@ -1377,7 +1347,7 @@ class Watcher:
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.report(sys._current_frames()[threading.main_thread().ident])
-            self.store.wait(["identified"])
+            self.run.store.wait(["identified"])
         time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
@@ -1397,25 +1367,22 @@ class Watcher:
         waits = waits or frame.f_code in waiting
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
-        self.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
-        reports = self.store.add("reports", 1)
-        if reports == WORLD_SIZE:
-            self.store.set("all reports", "")
-        if reports == 1:
+        self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
+        if self.run.store.add("reports", 1) == 1:
             self.identify()
 
     def identify(self):
         """Print which ranks hang."""
         with suppress(RuntimeError):  # a rank that was stopped does not report
-            self.store.wait(["all reports"], timedelta(seconds=self.timeout / 2))
-        reporters = [name for name in self.names if self.store.check([name])]
+            self.run.store.wait(self.names, timedelta(seconds=self.timeout / 2))
+        reporters = [name for name in self.names if self.run.store.check([name])]
         reports = {name: [-1, False, "no report"] for name in self.names}
-        reports |= {name: json.loads(self.store.get(name)) for name in reporters}
+        reports |= {name: json.loads(self.run.store.get(name)) for name in reporters}
         least = min([steps, waits] for steps, waits, _ in reports.values())
         culprits = [f"{name} ({x[2]})" for name, x in reports.items() if x[:2] == least]
         files = f", stacks in {self.run.directory}/stack-*.txt" if WORLD_SIZE > 8 else ""
         log_error(f"no step for {self.timeout:g} s because of {', '.join(culprits[:8])}{files}")
-        self.store.set("identified", "")
+        self.run.store.set("identified", "")
 
 
 def log_line(message):
@@ -1453,9 +1420,9 @@ def exit_if_ranks_differ(store, topic, values, remedy):
         exit_with_error(f"{difference}: {remedy}")
 
 
-# Every end of a process comes here. The first rank of each machine prints an error at once. By
-# SIGTERM the launcher then ends the others, which wait for seconds. An exception waits one more,
-# since another rank's end may have caused it.
+# Every end of `main` comes here. The first rank of each machine prints an error at once. By SIGTERM
+# the launcher then ends the others, which wait for seconds. An exception waits one more, since
+# another rank's end may have caused it.
 def start(main):
     """Call `main`, and end the process."""
     try:
@@ -1565,7 +1532,8 @@ def parse_args(description, *declarations):
 
 
 def lock_output_directory(directory):
-    """Make the directory. Exit with an error if another run uses it."""
+    """Make the directory. Exit with an error if another run uses it. Give the run a random id, or
+    its former one if it resumes: for W&B, and for `find`."""
     directory.mkdir(parents=True, exist_ok=True)
     if RANK > 0:
         return
@@ -1578,16 +1546,11 @@ def lock_output_directory(directory):
         exit_with_error(f"--output-dir {directory} is in use by another run: {remedy}")
     except OSError as error:  # some NFS and Lustre servers have no locks
         log_line(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
-
-
-def set_run_id(directory):
-    """Give the run a random id, or its former one if it resumes: for W&B, and for `find`."""
     path = directory / "run.id"
-    if RANK == 0:
-        if not (path.exists() and checkpoint_paths(directory)):
-            replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
-        os.environ.setdefault("WANDB_RUN_ID", path.read_text())
-        os.environ.setdefault("WANDB_RESUME", "allow")
+    if not (path.exists() and checkpoint_paths(directory)):
+        replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
+    os.environ.setdefault("WANDB_RUN_ID", path.read_text())
+    os.environ.setdefault("WANDB_RESUME", "allow")
 
 
 def exit_if_config_is_ignored(precision):
@@ -1610,10 +1573,10 @@ def choose_device(args):
     if torch.cuda.is_available() and not args.cpu:
         torch.cuda.init()  # before, torch counts GPUs of which a process has one part (MIG)
         gpus = torch.cuda.device_count()
-    hidden_by_user = any(os.environ.get(name) in ("", "-1") for name in visible)
+    are_hidden = any(os.environ.get(name) in ("", "-1") for name in visible)
     has_driver = any(os.path.exists(x) for x in ("/dev/nvidia0", "/dev/kfd"))
     has_driver = has_driver or shutil.which("nvidia-smi")
-    if has_driver and not (gpus or hidden_by_user):
+    if has_driver and not (gpus or are_hidden):
         remedy = "update the driver, or install torch's build for CUDA or ROCm; or add --cpu"
         exit_with_error(f"torch cannot use the GPUs: {remedy}")
     if 0 < gpus < processes:

@@ -58,7 +58,7 @@ def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path, mo
         monkeypatch.setenv("WANDB_RUN_ID", own)  # monkeypatch undoes what the recipe sets
         if not own:
             monkeypatch.delenv("WANDB_RUN_ID")
-        recipe.set_run_id(tmp_path)
+        recipe.lock_output_directory(tmp_path)
         return os.environ["WANDB_RUN_ID"]
 
     first, second = told(), told()
