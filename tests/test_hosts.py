@@ -16,6 +16,7 @@ from conftest import (
     ROOT,
     ROUNDING,
     SYNTHETIC_DATA,
+    Launched,
     assert_same_training,
     copy,
     free_port,
@@ -40,12 +41,12 @@ BOOT = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && sh
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Return the address of the first host; for each, the words before a command that run it there;
-    and why they are not network namespaces, if they are not."""
+    """Return the address of the first host; {name: a process that is there} of both; and why they
+    are not network namespaces, if they are not."""
     if PROBLEM:
-        yield "127.0.0.1", ([], []), PROBLEM
+        yield "127.0.0.1", {"one": None, "other": None}, PROBLEM
         return
-    directory, prefixes = tmp_path_factory.mktemp("etc"), []
+    directory, there = tmp_path_factory.mktemp("etc"), {}
     with two_networks("eth7") as names:
         for host, name in enumerate(names):
             address = f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7"
@@ -55,8 +56,13 @@ def hosts(tmp_path_factory):
                 f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
             )
             boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT, name, known]
-            prefixes.append(["ip", "netns", "exec", name, *boot])
-        yield "10.77.0.1", prefixes, None
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            command = ["ip", "netns", "exec", name, *boot, "sh", "-c", "echo; read line"]
+            there[name] = subprocess.Popen(command, **pipes)
+            there[name].stdout.readline()  # until it is set up
+        yield "10.77.0.1", there, None
+        for process in there.values():
+            process.communicate("\n")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,7 @@ def trained(hosts, tmp_path_factory):
     """Two hosts train a pipeline, whose stages are on different hosts, and then ddp until no packet
     arrives any more: both run and hold their connections open, but none hears of the other. Return
     the outputs of their pipeline and of one that one host trains; exit codes; what they printed."""
-    (address, prefixes, problem), directory = hosts, tmp_path_factory.mktemp("trained")
+    (address, there, problem), directory = hosts, tmp_path_factory.mktemp("trained")
     line = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
     line += ["--num_processes", 2, "--main_process_ip", address]
     line += ["--main_process_port", free_port()]
@@ -72,28 +78,29 @@ def trained(hosts, tmp_path_factory):
     data = dict(zip(RECIPES, (LITTLE_DATA, LONG_EPOCH), strict=True))
     scripts = [copy(x, directory / f"{x}.py", data[x], project=IN_FLOAT64) for x in RECIPES]
     running = []
-    for rank, prefix in enumerate(prefixes):
-        command = list(map(str, [*prefix, *line, "--machine_rank", rank, __file__, ports]))
+    for rank, process in enumerate(there.values()):
+        command = [*line, "--machine_rank", rank, __file__, ports]
         environment = {**os.environ, **PROGRAMS}
         if not problem:
             environment["GLOO_SOCKET_IFNAME"] = "eth7"
-        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        running.append(subprocess.Popen(command, cwd=directory, env=environment, **pipes))
+        with open(directory / f"{rank}.log", "w") as log:
+            options = {"output": log, "namespaces": process and process.pid}
+            running.append(Launched(command, directory, environment, **options))
     (one,) = train_forked(directory, (2, scripts[0], FLAGS))
     metrics = directory / "runs/ddp_cifar/metrics.jsonl"
     try:
         if not problem:
             wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 5)
             nowhere = "lladdr 02:00:00:00:00:99 dev eth7 nud permanent"
-            for prefix, other in zip(prefixes, ("10.77.0.2", "10.77.0.1"), strict=True):
-                lose = [*prefix, "ip", "neigh", "replace", other, *nowhere.split()]
-                subprocess.run(list(map(str, lose)), check=True)
-        printed = [host.communicate(timeout=600)[0] for host in running]
+            for name, other in zip(there, ("10.77.0.2", "10.77.0.1"), strict=True):
+                lose = ["ip", "-n", name, "neigh", "replace", other, *nowhere.split()]
+                subprocess.run(lose, check=True)
+        codes = [host.wait() for host in running]
     finally:
         for host in running:
             host.kill()
     ours = outputs(directory / "runs/pipeline_cifar")
-    return ours, one, [host.returncode for host in running], printed
+    return ours, one, codes, [(directory / f"{rank}.log").read_text() for rank in (0, 1)]
 
 
 def test_two_hosts_train_like_one(hosts, trained):
@@ -106,12 +113,12 @@ def test_two_hosts_train_like_one(hosts, trained):
 
 def test_a_host_whose_packets_are_lost_is_named_by_the_other(hosts, trained):
     """By names that are, as in Debian's /etc/hosts, loopback addresses."""
-    _, prefixes, problem = hosts
+    _, there, problem = hosts
     if problem:
         pytest.skip(problem)
     *_, codes, printed = trained
     assert 0 not in codes, printed
-    first, second = (prefix[3] for prefix in prefixes)
+    first, second = there
     said = f"ddp_cifar: error: no step for 6 s because of rank 1 on {second} (no report)"
     assert printed[0].count(": error: ") == 1 and said in printed[0], printed[0]
     # The store in which ranks report is on the first host, and never answers the other one.

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of a Slurm on one machine need root"),
 ]
 STEPS = 40
+LATE = "import argparse\n__import__('time').sleep(3)\n"
 FLAGS = [*SMALL, "--log-every", 1, "--lr", 0.02, "--max-steps", STEPS, "--checkpoint-every", 10]
 FLAGS += ["--keep", 9, "--global-batch-size", 64, "--batch-size", 32]
 
@@ -28,7 +29,9 @@ FLAGS += ["--keep", 9, "--global-batch-size", 64, "--batch-size", 32]
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    cluster.environment["PATH"] = f"{ACCELERATE.parent}:{os.environ['PATH']}"
+    launcher = ROOT / "tests/programs/launcher"
+    cluster.environment["PATH"] = f"{launcher}:{ACCELERATE.parent}:{os.environ['PATH']}"
+    cluster.environment["PYTHONPATH"] = str(launcher)
     try:
         cluster.start()
         yield cluster
@@ -41,10 +44,9 @@ class Job:
     """A job of a recipe, by default ddp_cifar.py, or of code, submitted in a directory of its own
     that looks like this repository."""
 
-    def __init__(self, cluster, directory, *options, code=None, flags=()):
+    def __init__(self, cluster, directory, *options, code=None, flags=FLAGS):
         self.cluster, self.directory = cluster, directory
         recipe = "recipe.py" if code else "recipes/ddp_cifar.py"
-        flags = [] if code else [*FLAGS, *flags]
         (directory / "recipe.py").write_text(code or "")
         for name in ("recipes", "clusters", "accelerate_configs"):
             (directory / name).symlink_to(ROOT / name)
@@ -138,7 +140,9 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     directory, slurm
 ):
     endless = ["--max-steps", 100_000, "--epochs", 10_000, "--checkpoint-every", 100_000]
-    job = Job(slurm, directory, "--ntasks-per-node=2", flags=endless)
+    # The signals come before the ranks have handlers: they begin late, as if they had to import.
+    code = (ROOT / "recipes/ddp_cifar.py").read_text().replace("import argparse\n", LATE)
+    job = Job(slurm, directory, "--ntasks-per-node=2", code=code, flags=[*FLAGS, *endless])
     job.until_step(2)
     slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
     job.until_back_in_the_queue(restarts=1)
@@ -156,7 +160,7 @@ def a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fa
     directory, slurm
 ):
     code = (ROOT / "tests/programs/broken_job.py").read_text()
-    job = Job(slurm, directory, "--partition=gpu", code=code)
+    job = Job(slurm, directory, "--partition=gpu", code=code, flags=[])
     job.until("FAILED", "COMPLETED")
     assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")
     assert "it is broken" in job.log()

@@ -17,7 +17,9 @@ says so.
 
     {"command": [...], "directory": ..., "env": {...},
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
-     "ignored": numbers of the signals that it ignores at its start}
+     "ignored": numbers of the signals that it ignores at its start, "namespaces": pid of a process
+     whose network, host name and mounts it has, "tee": all that it prints goes through tee(1), in
+     its process group, to this file}
 
 is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`, whose
 stdin, stdout and stderr come through the socket. What these start as `python ...` are forks, too.
@@ -25,6 +27,7 @@ The answer has two lines: its pid, and at its end its exit code.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -206,10 +209,17 @@ def start_command(request, descriptors, connection):
         if request.get("terminal"):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         close_files_but()
+        enter_namespaces(request.get("namespaces"))
         os.chdir(request["directory"])
         for number in SIGNALS:  # also where these tests run in the background
             is_ignored = number in request.get("ignored", ())
             signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        if request.get("tee"):
+            tee = subprocess.Popen(["tee", request["tee"]], stdin=subprocess.PIPE)
+            for number in (1, 2):
+                os.dup2(tee.stdin.fileno(), number)
+            kept.append(tee)
+            tee.stdin.close()
         subprocess._fork_exec = fork_instead_of_exec
         forked_spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
         torch.multiprocessing.spawn = forked_spawn
@@ -221,6 +231,14 @@ def start_command(request, descriptors, connection):
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # nobody waits any more
         connection.sendall(f"{code}\n".encode())
+
+
+def enter_namespaces(pid):
+    """As `nsenter --net --uts --mount --target PID`."""
+    for name in ("net", "uts", "mnt") if pid else ():
+        with open(f"/proc/{pid}/ns/{name}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {name}")
 
 
 def serve(listener):

@@ -83,6 +83,8 @@ def become(words, environment):
             kept.append(runpy.run_path(sys.argv[0], run_name="__main__"))
         code = 0
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
