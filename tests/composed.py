@@ -1,7 +1,10 @@
 """Copies composed of a recipe and examples, which take less time."""
 
+import importlib
+import wave
+
 import new
-from conftest import LITTLE_DATA
+from conftest import LITTLE_DATA, forked
 
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
@@ -31,9 +34,48 @@ SMALLER = {
 }
 
 
-def make(path, recipe, *examples):
-    """Write a copy."""
+def make(path, recipe, *examples, replaced=()):
+    """Write a copy with texts replaced, each of which is in it once. Return its path."""
     text = new.compose(new.RECIPES[recipe], path.name, recipe, examples)
     for larger, smaller in [LITTLE_DATA, *WITHOUT_WORKERS, *SMALLER.get(examples[0], [])]:
         text = text.replace(larger, smaller)
+    for before, after in replaced:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
     path.write_text(text)
+    return path
+
+
+def imported(*names):
+    """Return modules that take seconds. Imported above, they would also for other files' tests."""
+    return [importlib.import_module(name) for name in names]
+
+
+def assert_one_line(cases, directory, statuses=(2,), imports=()):
+    """Each run of a copy ends with one of these statuses and one line about an error, the last one,
+    which has a text. Cases are {text: [script, *flags]}."""
+    runs = []
+    for index, (script, *flags) in enumerate(cases.values()):
+        flags = ["--cpu", *flags, "--output-dir", f"run{index}"]
+        run = {"processes": 1, "script": script, "flags": flags}
+        runs.append({**run, "directory": directory})
+    for text, (codes, output) in zip(cases, forked(runs, directory, 2, imports), strict=True):
+        assert codes[0] in statuses and text in output.splitlines()[-1], output
+        assert output.count("error: ") == 1 and "Traceback" not in output, output
+
+
+def write_wav(path, samples, rate=16000, width=2):
+    """A wav file of (N, channels) integers."""
+    with wave.open(str(path), "wb") as file:
+        file.setparams((samples.shape[1], width, rate, 0, "NONE", ""))
+        file.writeframes(samples.astype(f"<i{width}").tobytes())
+
+
+def rates_of(optimizer, schedule, steps):
+    """The learning rates of the groups of parameters in each step."""
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr())
+        optimizer.step()
+        schedule.step()
+    return rates

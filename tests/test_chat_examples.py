@@ -1,14 +1,13 @@
 """What sft and preferences compute, against independent references. That their copies train:
 test_adapting.py."""
 
-import importlib
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import make
-from conftest import ROUNDING_FLOAT32, forked, train_forked
+from composed import assert_one_line, imported, make
+from conftest import ROUNDING_FLOAT32, train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -52,11 +51,6 @@ CHATS = [
     [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "a longer answer than all")],
 ]
 CHATS = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
-
-
-def imported(*names):
-    """Return modules that take seconds. Imported above, they would also for other files' tests."""
-    return [importlib.import_module(name) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -313,8 +307,7 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
     lines = write_pairs(tmp_path / "pairs.jsonl", 41)
     flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "preferences", "lora")
+    script = make(tmp_path / "mine.py", "ddp", "preferences", "lora")
     (run,) = train_forked(tmp_path, (2, script, flags))
     content = torch.load(run.directory / "step-00000003.pt", weights_only=True)
     found = torch.cat(content["states"]["reference"]["of"])
@@ -335,8 +328,8 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     flags += ["--max-steps", 4, "--lr", 1e-1, "--base-dtype", "bfloat16"]
     runs = []
     for recipe in ("ddp", "sharded"):
-        make(tmp_path / f"{recipe}_mine.py", recipe, "sft", "lora")
-        runs.append((2, tmp_path / f"{recipe}_mine.py", flags))
+        script = make(tmp_path / f"{recipe}_mine.py", recipe, "sft", "lora")
+        runs.append((2, script, flags))
     tokens = torch.arange(30)[None]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     before = plain(tokens).logits
@@ -378,27 +371,18 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     for name, lines in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "forgets.jinja").write_text(FORGETS)
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "sft")
+    script = make(tmp_path / "mine.py", "ddp", "sft")
+    template = ["--chat-template", tmp_path / "forgets.jinja"]
     cases = {
-        "absent.jsonl": (["absent"], "absent.jsonl: No such file"),
-        "no_json.jsonl": (["no_json"], "line 21: JSONDecodeError"),
-        "no_key.jsonl": (["no_key"], """line 1: KeyError('messages'). Each line needs {"mess"""),
-        "alone.jsonl": (["alone"], "line 2: ValueError('nothing comes before the answer')"),
-        "human": (["human"], "line 1: ValueError('no message has the role assistant, but human, g"),
-        "turns": (
-            ["good", "--chat-template", tmp_path / "forgets.jinja"],
-            "line 1: ValueError('the chat template changes what comes before an answer: name a f",
-        ),
-        "short": (["good", "--length", 2], "0 of 20 lines have an answer within --length: the tra"),
-        "no adapter": (["good", "--base-dtype", "bfloat16"], "would train in 16 bits: add lora"),
+        "absent.jsonl: No such file": ["absent"],
+        "line 21: JSONDecodeError": ["no_json"],
+        """line 1: KeyError('messages'). Each line needs {"mess""": ["no_key"],
+        "line 2: ValueError('nothing comes before the answer')": ["alone"],
+        "line 1: ValueError('no message has the role assistant, but human, g": ["human"],
+        "line 1: ValueError('the chat template changes what comes before an": ["good", *template],
+        "0 of 20 lines have an answer within --length: the tra": ["good", "--length", 2],
+        "would train in 16 bits: add lora": ["good", "--base-dtype", "bfloat16"],
     }
-    runs = []
-    for index, (name, *flags) in enumerate(flags for flags, _ in cases.values()):
-        flags = ["--chats", tmp_path / f"{name}.jsonl", *flags, "--cpu", "--base", base]
-        run = {"script": script, "directory": tmp_path, "processes": 1}
-        runs.append({**run, "flags": [*flags, "--batch-size", 4, "--output-dir", f"run{index}"]})
-    answers = forked(runs, tmp_path, together=2, imports=["transformers.models.llama"])
-    for (codes, output), (_, message) in zip(answers, cases.values(), strict=True):
-        assert codes == [2] and "Traceback" not in output, output
-        assert message in " ".join(output.split())
+    for text, (name, *flags) in cases.items():
+        cases[text] = [script, "--chats", tmp_path / f"{name}.jsonl", *flags, "--base", base]
+    assert_one_line(cases, tmp_path, imports=["transformers.models.llama"])

@@ -45,6 +45,7 @@ def the_error(answer, code=2):
 
 # It writes and reads its one file as ddp does, but for what is in it.
 PIPELINE = pytest.param("pipeline_cifar", marks=pytest.mark.twin)
+PROCESSES = {"ddp_cifar": 1, "pipeline_cifar": 2}
 
 
 @pytest.mark.parametrize("recipe", ["ddp_cifar", PIPELINE])
@@ -52,12 +53,12 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe
     """One run, killed over and over while it saves, and the same command each time."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 1, "--keep", 2]
-    one = {"recipe": recipe, "processes": 2, "flags": flags, "grace": 1}
+    one = {"recipe": recipe, "processes": PROCESSES[recipe], "flags": flags, "grace": 1}
     again = {**one, "directory": killed}
     stopped = {**again, "disturbances": {"0": [1, "SIGTERM"]}, "grace": 30}
     recorded = {**stopped, "save": ["record", tmp_path / "moments"]}
     answers = forked([{**one, "directory": whole}, stopped, recorded], tmp_path)
-    assert [codes for codes, _ in answers] == [[0, 0], [143, 143], [143, 143]], answers
+    assert [set(codes) for codes, _ in answers] == [{0}, {143}, {143}], answers
     begin = checkpoints(killed)[-1]
     moments = (tmp_path / "moments").read_text().split()
     order = [kind for kind, _ in itertools.groupby(moments)]

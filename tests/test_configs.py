@@ -38,7 +38,7 @@ def test_accelerate_loads_each_config_and_they_differ_only_in_what_must_differ(p
 
 STEPS = 8  # of two epochs
 # (processes, --batch-size, microbatches that follow)
-LAYOUTS = [(1, 64, 1), (1, 16, 4), (2, 9, 4), (4, 16, 1), (8, 128, 1)]
+LAYOUTS = [(1, 64, 1), (2, 9, 4), (8, 128, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,10 @@ def test_a_global_batch_is_divided_into_the_fewest_microbatches_that_fit(batch, 
     assert divided(None, whole, replicas, multiple) == (whole, 1), "the batches of all processes"
 
 
-def test_an_epoch_without_one_whole_global_batch_is_an_error():
+@pytest.mark.parametrize("samples", [0, 99])
+def test_an_epoch_without_one_whole_global_batch_is_an_error(samples):
     args = SimpleNamespace(global_batch_size=100, epochs=1, max_steps=None)
-    loader = torch.utils.data.DataLoader(range(99), batch_size=50, drop_last=True)
+    loader = torch.utils.data.DataLoader(range(samples), batch_size=50, drop_last=True)
     with pytest.raises(Exit, match="does not fill one batch of 100"):
         prepared_run(args, loader, accumulation=2)
 

@@ -1,19 +1,17 @@
 """The examples detection and speech against independent references. That their copies train:
 test_adapting.py."""
 
-import functools
 import itertools
 import json
 import math
 import random
-import wave
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from composed import make
-from conftest import ROUNDING_FLOAT32, forked
+from composed import assert_one_line, make, write_wav
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, forked
 from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -218,10 +216,7 @@ def test_each_image_counts_once_in_the_average_precision_of_two_processes(tmp_pa
         images.append({"id": i, "file_name": f"{i}.png"})
         annotations.append({"image_id": i, "category_id": 1, "bbox": [i, 0, 20, 30]})
     path = in_coco(tmp_path / "a.json", images, annotations)
-    make(script := tmp_path / "mine.py", "ddp", "detection")
-    text = script.read_text()
     line = "        found = self.postprocess_detections(outputs, anchors, images.image_sizes)\n"
-    assert text.count(line) == 1
     known = """        found = [
             {
                 "boxes": torch.cat((x[:, :3], x[:, 1:2] + 0.72 * (x[:, 3:] - x[:, 1:2])), dim=1),
@@ -231,7 +226,7 @@ def test_each_image_counts_once_in_the_average_precision_of_two_processes(tmp_pa
             for x in (target["boxes"] for target in targets)
         ]
 """
-    script.write_text(text.replace(line, known))
+    script = make(tmp_path / "mine.py", "ddp", "detection", replaced=[(line, known)])
     data = [str(tmp_path), str(path)]
     flags = ["--cpu", "--train", *data, "--test", *data, "--classes", 3, "--size", 128]
     flags += ["--batch-size", 2, "--epochs", 0, "--output-dir", "run"]
@@ -243,43 +238,21 @@ def test_each_image_counts_once_in_the_average_precision_of_two_processes(tmp_pa
 
 
 # ----------------------------------------------------------------------------------------- speech
-def written(path, samples, rate=16000, width=2):
-    """A wav file of (N, channels) integers."""
-    with wave.open(str(path), "wb") as file:
-        file.setparams((samples.shape[1], width, rate, 0, "NONE", ""))
-        file.writeframes(samples.astype(f"<i{width}").tobytes())
+def test_spectra_are_those_of_transformers(tmp_path):
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-
-def test_spectra_are_those_of_a_formula_in_float64(tmp_path):
-    """A Fourier transform term by term, at some places, and triangles in mel."""
-    generator = numpy.random.default_rng(0)
-    integers = generator.integers(-9999, 9999, (2000, 2))
-    written(tmp_path / "a.wav", integers)
+    integers = numpy.random.default_rng(0).integers(-9999, 9999, (2000, 2))
+    write_wav(tmp_path / "a.wav", integers)
     samples = integers.mean(1) / 32768
     numpy.testing.assert_allclose(utterances.read_wav(tmp_path / "a.wav"), samples, atol=1e-7)
-    frames = 1 + 2000 // 160
-    around = numpy.concatenate((numpy.zeros(256), samples, numpy.zeros(256)))
-    window = 0.5 - 0.5 * numpy.cos(2 * numpy.pi * numpy.arange(400) / 400)
-    turns = numpy.exp(-2j * numpy.pi * numpy.outer(numpy.arange(257), numpy.arange(512)) / 512)
-    bands = numpy.zeros((frames, 80))
-    mel = [2595 * math.log10(1 + f * 31.25 / 700) for f in range(257)]
-    step = mel[-1] / 81
-    for t in range(frames):
-        part = around[160 * t : 160 * t + 512].copy()
-        part[:56] = part[456:] = 0
-        part[56:456] *= window
-        power = abs(turns @ part) ** 2
-        for band in range(80):
-            left, center, right = (700 * (10 ** ((band + k) * step / 2595) - 1) for k in range(3))
-            for f in range(257):
-                hertz = f * 31.25
-                share = min((hertz - left) / (center - left), (right - hertz) / (right - center))
-                bands[t, band] += max(0, share) * power[f]
+    options = {"fft_length": 512, "power": 2.0, "pad_mode": "constant", "mel_floor": 0}
+    options["mel_filters"] = mel_filter_bank(257, 80, 0, 8000, 16000)
+    bands = spectrogram(samples, window_function(400, "hann"), 400, 160, **options).T
     assert (bands > 1e-10).all(), "no triangle is between two frequencies"
     bands = numpy.log(bands)
     bands = (bands - bands.mean(0)) / numpy.sqrt(bands.var(0) + 1e-5)
     found = utterances.log_mel(torch.tensor(samples).float())
-    assert found.shape == (frames, 80)
+    assert found.shape == bands.shape == (1 + 2000 // 160, 80)
     numpy.testing.assert_allclose(found, bands, atol=1e-3)
     assert utterances.log_mel(torch.zeros(0)).shape == (1, 80), "an empty file"
 
@@ -328,8 +301,8 @@ def test_utterances_that_are_too_short_are_those_without_an_alignment(tmp_path, 
             scores = torch.zeros(outputs, 1, 3).log_softmax(2)
             loss = F.ctc_loss(scores, numbers[None], [outputs], [len(text)], reduction="sum")
             assert utterances.is_too_short(text, samples) == math.isinf(loss)
-    written(tmp_path / "short.wav", numpy.zeros((1600, 1)))
-    written(tmp_path / "long.wav", numpy.zeros((16000, 1)))
+    write_wav(tmp_path / "short.wav", numpy.zeros((1600, 1)))
+    write_wav(tmp_path / "long.wav", numpy.zeros((16000, 1)))
     (tmp_path / "list.tsv").write_text("long.wav\tabb\nshort.wav\tabb\n")
     utterances.Utterances(tmp_path / "list.tsv", "ab")
     told = (
@@ -343,7 +316,7 @@ def test_a_file_is_transcribed_by_the_saved_weights(speech, tmp_path):
     args = SimpleNamespace(width=32, layers=1, characters=" abc", output_dir=tmp_path)
     args.transcribe = tmp_path / "a.wav"
     samples = numpy.random.default_rng(0).integers(-9999, 9999, (32000, 1))
-    written(args.transcribe, samples)
+    write_wav(args.transcribe, samples)
     model = speech.build_model(args).eval()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     spectra = utterances.log_mel(torch.tensor(samples[:, 0] / 32768).float())
@@ -352,15 +325,9 @@ def test_a_file_is_transcribed_by_the_saved_weights(speech, tmp_path):
     assert speech.transcribe(args) == "".join(" abc"[x - 1] for x in path) != ""
 
 
-@functools.cache
-def distance(one, other):
-    if not (one and other):
-        return len(one) + len(other)
-    changed = distance(one[1:], other[1:]) + (one[0] != other[0])
-    return min(changed, 1 + distance(one[1:], other), 1 + distance(one, other[1:]))
-
-
 def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
+    from nltk.metrics.distance import edit_distance
+
     random.seed(0)
     args = SimpleNamespace(characters=" abc")
     batches = []
@@ -379,9 +346,9 @@ def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
         batches += list(values["outputs"])
         for text, path, length in zip(texts, paths, lengths.tolist(), strict=True):
             said = "".join(" abc"[x - 1] for x, _ in itertools.groupby(path[:length]) if x)
-            wrong += distance(tuple(text.split()), tuple(said.split()))
+            wrong += edit_distance(text.split(), said.split())
             words += len(text.split())
-            wrong_characters += distance(text, said)
+            wrong_characters += edit_distance(text, said)
             characters += len(text)
     assert speech.test_metrics(batches, args) == {
         "wer": pytest.approx(wrong / words),
@@ -394,24 +361,21 @@ def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
 def errors(monkeypatch):
     """A function that returns the error with which another one ends."""
 
-    def exit_with_error(message):
-        raise SystemExit(message)
-
     def error(function, *arguments):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(Exit) as ended:
             function(*arguments)
-        return ended.value.code
+        return str(ended.value)
 
     for module in (coco, images, utterances):
-        monkeypatch.setattr(module, "exit_with_error", exit_with_error)
+        monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
     return error
 
 
 def test_wrong_lists_and_wav_files(errors, tmp_path):
     samples = numpy.zeros((160, 1))
-    written(tmp_path / "good.wav", samples)
-    written(tmp_path / "rate.wav", samples, rate=8000)
-    written(tmp_path / "width.wav", samples, width=4)
+    write_wav(tmp_path / "good.wav", samples)
+    write_wav(tmp_path / "rate.wav", samples, rate=8000)
+    write_wav(tmp_path / "width.wav", samples, width=4)
     (tmp_path / "text.wav").write_text("no sound")
     (tmp_path / "empty.wav").write_text("")
     path = tmp_path / "list.tsv"
@@ -463,19 +427,16 @@ def test_wrong_files_of_coco(errors, tmp_path):
 def test_a_missing_file_and_an_empty_list_are_an_error_in_one_line(tmp_path):
     (tmp_path / "empty.tsv").touch()
     (tmp_path / "missing.tsv").write_text("none.wav\ta")
-    expected = {
-        "detection": "No such file or directory: 'train.json'",
-        "missing": "No such file or directory",
-        "empty": "load_data: each of two DataLoaders needs",
+    detection, speech = (make(tmp_path / f"{x}.py", "ddp", x) for x in ("detection", "speech"))
+    cases = {
+        "No such file or directory: 'train.json'": [detection],
+        "No such file or directory": [speech, "--train", "missing.tsv", "--test", "missing.tsv"],
+        "load_data: each of two DataLoaders needs": [
+            speech,
+            "--train",
+            "empty.tsv",
+            "--test",
+            "empty.tsv",
+        ],
     }
-    runs = []
-    for name in expected:
-        task = "detection" if name == "detection" else "speech"
-        make(script := tmp_path / f"{name}.py", "ddp", task)
-        lists = [] if task == "detection" else ["--train", f"{name}.tsv", "--test", f"{name}.tsv"]
-        run = {"script": script, "flags": ["--cpu", *lists], "directory": tmp_path}
-        runs.append({**run, "processes": 1})
-    answers = forked(runs, tmp_path, together=2, imports=["transformers", "pycocotools.cocoeval"])
-    for (codes, printed), error in zip(answers, expected.values(), strict=True):
-        assert codes[0] in (1, 2) and error in printed, printed
-        assert printed.count("\n") == 1, printed
+    assert_one_line(cases, tmp_path, (1, 2), imports=["transformers", "pycocotools.cocoeval"])

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import make
+from composed import assert_one_line, make
 from conftest import (
     ROUNDING,
     ROUNDING_FLOAT32,
     Exit,
     assert_same_training,
     exit_by_exception,
-    forked,
     project,
     train_forked,
 )
@@ -34,30 +33,27 @@ SCALED = project("amp", compute_loss="plain_loss")  # as in fp16; autocast leave
 IMPORTS = ["transformers.models.bert.modeling_bert", "peft"]
 IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
 train = partial(train_forked, imports=IMPORTS)
+SIZES = {"hidden_size": 16, "intermediate_size": 16}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2}
 FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e6]
 
 
 def written(path, recipe, task, chosen, more=""):
     """Write a copy that compares few rows at a time, with definitions of programs/copies."""
-    make(path, recipe, task)
-    text = path.read_text()
     replaced = [("ROWS = 1024", "ROWS = 5")]
     if task == "embeddings" and "build_model" in chosen:
         replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
     replaced += [("dim=1).float()", "dim=1)")] * (task == "clip" and "build_model" in chosen)
     # 53 samples do not fill the last batch of a test.
     replaced += [("synthetic_images(64, ", "synthetic_images(53, ")] * (task == "contrastive")
-    for old, new in replaced:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
     end = '\n\nif __name__ == "__main__":'
-    path.write_text(text.replace(end, f"{project('whole_batch', **chosen)}{more}\n{end}"))
-    return path
+    replaced.append((end, f"{project('whole_batch', **chosen)}{more}\n{end}"))
+    return make(path, recipe, task, replaced=replaced)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """The flags of a training on 193 pairs, and another model with dropout. The test set has 20."""
+    """The flags of a training on 193 pairs. The test set has 20. The model has dropout."""
     import tokenizers
     import transformers
 
@@ -70,23 +66,14 @@ def texts(tmp_path_factory):
             answer = " ".join(words[index].upper() for index in chosen)
             pair = {"anchor": " ".join(words[index] for index in chosen[:3]) + f" {number}"}
             file.write(json.dumps(pair | {"positive": f"{answer} {number * 7}"}) + "\n")
-    for name, dropout in (("base", 0.0), ("dropout", 0.2)):
-        tokenizer = tokenizers.ByteLevelBPETokenizer()
-        tokenizer.train(str(directory / "pairs.jsonl"), 300, special_tokens=["<end>"])
-        options = {"tokenizer_object": tokenizer, "eos_token": "<end>"}
-        tokenizer = transformers.PreTrainedTokenizerFast(**options)
-        tokenizer.save_pretrained(directory / name)
-        config = transformers.BertConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=300,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        torch.manual_seed(0)
-        transformers.BertModel(config).save_pretrained(directory / name)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train(str(directory / "pairs.jsonl"), 300, special_tokens=["<end>"])
+    options = {"tokenizer_object": tokenizer, "eos_token": "<end>"}
+    transformers.PreTrainedTokenizerFast(**options).save_pretrained(directory / "base")
+    sizes = {**SIZES, "vocab_size": 300, "hidden_dropout_prob": 0.2}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**sizes))
+    model.save_pretrained(directory / "base")
     with_pooling(directory, "cls", "cls")
     with_pooling(directory, "last", "lasttoken")
     config = directory / "cls/1_Pooling/config.json"  # as former versions have saved it
@@ -94,10 +81,7 @@ def texts(tmp_path_factory):
     config.write_text(json.dumps(former | {"pooling_mode_cls_token": True}))
     flags = ["--pairs", directory / "pairs.jsonl", "--lr", 3e-3, *FLAGS]
     return SimpleNamespace(
-        directory=directory,
-        others=flags,
-        flags=[*flags, "--base", directory / "base"],
-        dropout=[*flags, "--base", directory / "dropout"],
+        directory=directory, others=flags, flags=[*flags, "--base", directory / "base"]
     )
 
 
@@ -137,10 +121,8 @@ def captions(tmp_path_factory):
 def clip_config(**of_text):
     import transformers
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    sizes["num_attention_heads"] = 2
-    text = {**sizes, "vocab_size": 300, "max_position_embeddings": 24, **of_text}
-    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    text = {**SIZES, "vocab_size": 300, "max_position_embeddings": 24, **of_text}
+    vision = {**SIZES, "image_size": 16, "patch_size": 8}
     return transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
 
 
@@ -150,86 +132,56 @@ def flags_of_clip(directory, base):
     return [*flags, *FLAGS, "--base", base]
 
 
-def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
-    """Embeddings of texts, on 1, 2 and 4 processes, in 1 to 8 microbatches, sharded, and with a
-    scaled loss."""
-    reference = written(tmp_path / "whole.py", "ddp", "embeddings", TEXTS | WHOLE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", TEXTS)
-    sharded = written(tmp_path / "sharded.py", "sharded", "embeddings", TEXTS)
-    amp = written(tmp_path / "amp.py", "amp", "embeddings", TEXTS, SCALED)
-    expected, *results = train(
-        tmp_path,
-        (1, reference, [*texts.flags, "--batch-size", 16]),
-        (1, ddp, [*texts.flags, "--batch-size", 2]),
-        (2, ddp, [*texts.flags, "--batch-size", 4]),
-        (4, ddp, [*texts.flags, "--batch-size", 4]),
-        (2, sharded, [*texts.flags, "--batch-size", 4]),
-        (2, amp, [*texts.flags, "--batch-size", 4]),
-    )
-    assert results[-1].train[-1]["loss_scale"] == 1024
-    for result in results:
-        ignored = ("loss_scale", "skipped_steps")
-        assert_same_training(expected, result, ROUNDING, ignored)
+def weights_in_any_division(task, chosen, flags, tmp_path, *runs):
+    """The weights of the reference, which those of the runs are: (processes, recipe, --batch-size
+    if it is another one)."""
+    written(tmp_path / "whole.py", "ddp", task, chosen | WHOLE)
+    for recipe in {recipe for _, recipe, *_ in runs}:
+        more = SCALED if recipe == "amp" else ""
+        written(tmp_path / f"{recipe}.py", recipe, task, chosen, more)
+    described = [(1, tmp_path / "whole.py", flags)]
+    for processes, recipe, *batch in runs:
+        own = [flag for size in batch for flag in ("--batch-size", size)]
+        described.append((processes, tmp_path / f"{recipe}.py", [*flags, *own]))
+    expected, *results = train(tmp_path, *described)
+    for result, (_, recipe, *_) in zip(results, runs, strict=True):
+        assert_same_training(expected, result, ROUNDING, ("loss_scale", "skipped_steps"))
+        assert recipe != "amp" or result.train[-1]["loss_scale"] == 1024
     assert {len(x) for x in (expected.train, expected.evaluations)} == {3, 1}
-    assert expected.weights["log_scale"].item() != pytest.approx(math.log(20), abs=1e-4), "learned"
+    return expected.weights
+
+
+def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
+    """Embeddings of texts, sharded, too, and with a scaled loss. Both passes have the same dropout,
+    which depends on the size of the microbatches."""
+    flags = [*texts.flags, "--batch-size", 4]
+    runs = (1, "ddp"), (4, "ddp"), (2, "sharded"), (2, "amp")
+    weights = weights_in_any_division("embeddings", TEXTS, flags, tmp_path, *runs)
+    assert weights["log_scale"].item() != pytest.approx(math.log(20), abs=1e-4), "learned"
 
 
 def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path):
     """Views of images: another size of microbatches changes no random number."""
-    reference = written(tmp_path / "whole.py", "ddp", "contrastive", IMAGES | WHOLE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "contrastive", IMAGES)
-    sharded = written(tmp_path / "sharded.py", "sharded", "contrastive", IMAGES)
-    flags = ["--data", "synthetic", *FLAGS]
-    expected, *results = train(
-        tmp_path,
-        (1, reference, [*flags, "--batch-size", 16]),
-        (1, ddp, [*flags, "--batch-size", 4]),
-        (2, ddp, [*flags, "--batch-size", 4]),
-        (4, ddp, [*flags, "--batch-size", 4]),
-        (2, sharded, [*flags, "--batch-size", 8]),
-    )
-    for result in results:
-        assert_same_training(expected, result, ROUNDING)
+    flags = ["--data", "synthetic", *FLAGS, "--batch-size", 16]
+    runs = (1, "ddp", 4), (2, "ddp", 4), (2, "sharded", 8)
+    weights_in_any_division("contrastive", IMAGES, flags, tmp_path, *runs)
 
 
 def test_any_division_of_the_global_batch_matches_an_image_with_the_same_captions(
     captions, tmp_path
 ):
-    reference = written(tmp_path / "whole.py", "ddp", "clip", TEXTS | WHOLE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "clip", TEXTS)
-    flags = flags_of_clip(captions, captions / "base")
-    expected, *results = train(
-        tmp_path,
-        (1, reference, [*flags, "--batch-size", 16]),
-        (1, ddp, [*flags, "--batch-size", 2]),
-        (2, ddp, [*flags, "--batch-size", 4]),
-    )
-    for result in results:
-        assert_same_training(expected, result, ROUNDING)
+    flags = [*flags_of_clip(captions, captions / "base"), "--batch-size", 16]
+    runs = (1, "ddp", 2), (2, "ddp", 4)
+    weights = weights_in_any_division("clip", TEXTS, flags, tmp_path, *runs)
     start = clip_config().logit_scale_init_value
-    assert expected.weights["logit_scale"].item() != pytest.approx(start, abs=1e-4), "learned"
-
-
-def test_both_passes_have_the_same_dropout(texts, tmp_path):
-    reference = written(tmp_path / "whole.py", "ddp", "embeddings", TEXTS | WHOLE)
-    ddp = written(tmp_path / "ddp.py", "ddp", "embeddings", TEXTS)
-    without, expected, *results = train(
-        tmp_path,
-        (1, reference, [*texts.flags, "--batch-size", 4]),
-        (1, reference, [*texts.dropout, "--batch-size", 4]),
-        (1, ddp, [*texts.dropout, "--batch-size", 4]),
-        (2, ddp, [*texts.dropout, "--batch-size", 4]),
-    )
-    for result in results:
-        assert_same_training(expected, result, ROUNDING)
-    assert without.train[0]["loss"] != pytest.approx(expected.train[0]["loss"], rel=1e-6)
+    assert weights["logit_scale"].item() != pytest.approx(start, abs=1e-4), "learned"
 
 
 def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
     """Its forward passes are the same. A gradient in bf16 may be the next number."""
     reference = written(tmp_path / "whole.py", "amp", "embeddings", WHOLE)
     amp = written(tmp_path / "amp.py", "amp", "embeddings", {})
-    flags = [*texts.dropout, "--batch-size", 8]
+    flags = [*texts.flags, "--batch-size", 8]
     runs = [(1, script, [*flags, "--precision", "bf16"]) for script in (reference, amp)]
     expected, ours, fp32 = train(tmp_path, *runs, (1, amp, [*flags, "--precision", "fp32"]))
     first, other, exact = (run.train[0] for run in (ours, expected, fp32))
@@ -244,12 +196,10 @@ def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_p
     tokens behind the end of a text do not count. The reference embeds one text at a time."""
     import transformers
 
-    scripts = [tmp_path / "plain.py", tmp_path / "lora.py"]
-    for script, added in zip(scripts, ([], ["lora"]), strict=True):
-        make(script, "ddp", "embeddings", *added)
+    plain = make(tmp_path / "plain.py", "ddp", "embeddings")
+    with_lora = make(tmp_path / "lora.py", "ddp", "embeddings", "lora")
     flags = [*texts.flags, "--batch-size", 4, "--max-steps", 12]
-    runs = [(processes, script, flags) for processes, script in zip((2, 1), scripts, strict=True)]
-    run, adapted = train(tmp_path, *runs)
+    run, adapted = train(tmp_path, (2, plain, flags), (1, with_lora, flags))
     model = transformers.AutoModel.from_pretrained(run.directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
     lines = (texts.directory / "pairs.jsonl").read_text().splitlines()[::10]
@@ -286,11 +236,11 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
     for row, other in zip(triples, triples[7:] + triples[:7], strict=True):
         row |= {"negative_1": other["positive"] + " not", "negative_2": "no " + other["anchor"]}
     (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, triples)))
-    make(script := tmp_path / "mine.py", "ddp", "embeddings")
+    script = make(tmp_path / "mine.py", "ddp", "embeddings")
     flags = [*texts.others, "--max-steps", 9, "--pairs", tmp_path / "triples.jsonl"]
     runs = [
         (2, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
-        (1, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 16]),
+        (1, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
         (2, script, [*flags, "--base", texts.directory / "last", "--batch-size", 4]),
     ]
     cls, whole, last = train(tmp_path, *runs)
@@ -451,8 +401,7 @@ def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, t
     model.save_pretrained(base)
     tokenizer = transformers.AutoTokenizer.from_pretrained(captions / "base")
     tokenizer.save_pretrained(base)
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "clip")
+    script = make(tmp_path / "mine.py", "ddp", "clip")
     (run,) = train(tmp_path, (2, script, [*flags_of_clip(captions, base), "--batch-size", 4]))
     (run.directory / "config.json").write_bytes((base / "config.json").read_bytes())
     model = transformers.CLIPModel.from_pretrained(run.directory)
@@ -471,14 +420,11 @@ def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, t
 
 
 def test_a_missing_image_is_one_line(captions, tmp_path):
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "clip")
+    script = make(tmp_path / "mine.py", "ddp", "clip")
     (tmp_path / "captions.jsonl").write_text('{"image": "none.png", "caption": "none"}\n' * 40)
     flags = [*flags_of_clip(tmp_path, captions / "base"), "--batch-size", 4]
-    run = {"processes": 1, "script": script, "flags": flags, "directory": tmp_path}
-    [(codes, output)] = forked([run], tmp_path, imports=IMPORTS)
-    assert codes == [2] and "Traceback" not in output
-    assert f"captions.jsonl: {tmp_path}/none.png is missing (40 files in all)" in output
+    text = f"captions.jsonl: {tmp_path}/none.png is missing (40 files in all)"
+    assert_one_line({text: [script, *flags]}, tmp_path, imports=IMPORTS)
 
 
 @pytest.mark.parametrize(

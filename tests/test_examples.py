@@ -2,15 +2,15 @@
 test_adapting.py."""
 
 import argparse
-import importlib
 import json
+import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import make
-from conftest import ROUNDING_FLOAT32, SMALL, forked, load, train_forked
+from composed import imported, make, rates_of
+from conftest import NARROW, ROUNDING_FLOAT32, SMALL, load, train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -30,11 +30,6 @@ from lib import order
 pytestmark = pytest.mark.slow
 
 
-def imported(*names):
-    """Return modules that take seconds. Imported above, they would also for other files' tests."""
-    return [importlib.import_module(name) for name in names]
-
-
 def test_an_average_of_weights_is_that_of_a_sum_in_float64():
     """Of the trained parameters; and what is saved is the average."""
     model = torch.nn.Linear(3, 2)
@@ -52,11 +47,10 @@ def test_an_average_of_weights_is_that_of_a_sum_in_float64():
 
 
 def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(tmp_path):
-    script, plain = tmp_path / "mine.py", tmp_path / "plain.py"
-    make(script, "ddp", "activation_checkpointing")
-    text = script.read_text()
-    plain.write_text(text.replace("in shard_units(model):\n", "in ():\n"))
-    assert plain.read_text() != text
+    names = "ddp", "activation_checkpointing"
+    script = make(tmp_path / "mine.py", *names, replaced=NARROW)
+    without = "for block in shard_units(model):\n", "for block in ():\n"
+    plain = make(tmp_path / "plain.py", *names, replaced=[*NARROW, without])
     flags = [*SMALL, "--batch-size", 64, "--max-steps", 3]
     ours, exact = train_forked(tmp_path, (2, script, flags), (2, plain, flags))
     torch.testing.assert_close(ours.weights, exact.weights, rtol=0, atol=0)
@@ -100,8 +94,7 @@ def test_fast_cifar_cuts_a_square_tests_both_mirror_images_and_decays_only_weigh
     inside = sum(min(top + 12, 32) - max(top, 0) for top in range(-6, 26)) / 32
     assert missing.float().mean().item() == pytest.approx(inside**2, rel=0.03)
 
-    make(tmp_path / "mine.py", "ddp", "fast_cifar")
-    mine = load(tmp_path / "mine.py")
+    mine = load(make(tmp_path / "mine.py", "ddp", "fast_cifar"))
     args = SimpleNamespace(model="simple_cnn", lr=0.1, global_batch_size=128)
     model, labels = mine.build_model(args).double(), torch.arange(4)
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
@@ -118,8 +111,8 @@ def test_fast_cifar_cuts_a_square_tests_both_mirror_images_and_decays_only_weigh
 def test_auroc_is_the_share_of_pairs_in_the_right_order():
     scores = torch.randint(5, (90,)).float()
     positive = torch.rand(90) < 0.3
-    pairs = scores[positive][:, None] - scores[~positive]
-    exact = ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
+    (metrics,) = imported("sklearn.metrics")
+    exact = metrics.roc_auc_score(positive, scores)
     assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
     # Of two classes both have this value; a third one has no samples.
     logits = torch.stack((-scores, scores, torch.full((90,), -1e3)), dim=1)
@@ -275,9 +268,8 @@ def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
     tokenizer.save_pretrained(tmp_path / "base")
     flags = ["--cpu", "--base", tmp_path / "base", "--text", tmp_path / "text.txt"]
     flags += ["--length", 8, "--batch-size", 4, "--max-steps", 2]
-    scripts = [tmp_path / "with_ddp.py", tmp_path / "with_sharded.py"]
-    for script, recipe in zip(scripts, ("ddp", "sharded"), strict=True):
-        make(script, recipe, "fine_tune", "lora")
+    names = "fine_tune", "lora"
+    scripts = [make(tmp_path / f"with_{x}.py", x, *names) for x in ("ddp", "sharded")]
     of_weights = ["--weights", tmp_path / "base/model.safetensors"]
     *runs, other = train_forked(
         tmp_path,
@@ -367,12 +359,8 @@ def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_warm_u
         assert sorted(decay) == sorted(expected) and len(decay) + len(none) == len(names)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
     for steps in (1, 2, 9, 16, 99, 1000):
-        optimizer, schedule = fine_tuning.make_optimizer(model, SimpleNamespace(lr=1), steps)
-        rates = []
-        for _ in range(steps):
-            rates.append(schedule.get_last_lr()[0])
-            optimizer.step()
-            schedule.step()
+        made = fine_tuning.make_optimizer(model, SimpleNamespace(lr=1), steps)
+        rates = [rate for rate, *_ in rates_of(*made, steps)]
         assert rates.index(max(rates)) <= 0.1 * steps
     assert rates.index(max(rates)) >= 0.03 * steps and max(rates) > 0.99 and rates[-1] < 0.01
 
@@ -383,40 +371,29 @@ def test_groups_of_parameters_keep_their_own_peak_rates(name):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)]
     groups[0]["lr"] = 1e-6
     model = SimpleNamespace(parameters=lambda: groups)
-    optimizer, schedule = example.make_optimizer(model, SimpleNamespace(lr=0.1), 9)
-    rates = []
-    for _ in range(9):
-        rates.append(schedule.get_last_lr())
-        optimizer.step()
-        schedule.step()
+    rates = rates_of(*example.make_optimizer(model, SimpleNamespace(lr=0.1), 9), 9)
     own, other = (max(x) for x in zip(*rates, strict=True))
     assert own == pytest.approx(1e-6)
     assert other == pytest.approx(0.1)
 
 
-def test_a_task_has_a_default_rate_that_suits_its_optimizer(tmp_path):
+def test_a_task_has_a_default_rate_that_suits_its_optimizer(tmp_path, monkeypatch, capsys):
     """Those of the recipes are for SGD: Adam would diverge. --help says it."""
     rates = {"diffusion": "0.003", "fine_tune": "1e-05", "gan": "0.0002", "mixture": "0.003"}
     rates |= {"by_length": "0.003", "segmentation": "0.003", "embeddings": "2e-05"}
     rates |= {"vit": "0.0002", "text_classification": "2e-05", "clip": "1e-05"}
-    runs = []
-    for name in rates:
-        make(tmp_path / f"{name}.py", "ddp", name)
-        run = {"script": tmp_path / f"{name}.py", "directory": tmp_path, "flags": ["--help"]}
-        runs.append({**run, "processes": 1})
-    answers = forked(runs, tmp_path, together=2, imports=["transformers.models.llama"])
-    for (codes, output), rate in zip(answers, rates.values(), strict=True):
-        assert codes == [0] and f"see make_optimizer ({rate})" in " ".join(output.split())
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
+    for name, rate in rates.items():
+        mine = load(make(tmp_path / f"{name}.py", "ddp", name))
+        with pytest.raises(SystemExit):
+            mine.parse_args("", mine.add_technique_flags, mine.add_flags)
+        assert f"see make_optimizer ({rate})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_two_optimizers_may_have_two_rates(tmp_path):
     """In a copy whose owner gave AdamW a tenth of Muon's rate."""
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "second_optimizer")
-    text = script.read_text()
-    before = '[{"params": others}]'
-    assert text.count(before) == 1
-    script.write_text(text.replace(before, '[{"params": others, "lr": args.lr / 10}]'))
+    edited = '[{"params": others}]', '[{"params": others, "lr": args.lr / 10}]'
+    script = make(tmp_path / "mine.py", "ddp", "second_optimizer", replaced=[edited])
     (run,) = train_forked(tmp_path, (1, script, [*SMALL, "--lr", 1e-3, "--max-steps", 2]))
     assert run.summary["peak_learning_rate"] == pytest.approx([1e-3, 1e-4])
 
@@ -446,15 +423,10 @@ def test_two_optimizers_as_one_step_as_each_alone():
 def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
     """The training stops after two evaluations without a lower loss. The losses are given: those of
     a training that gets worse would be other ones on another CPU."""
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "best_weights", "trace")
-    text = script.read_text()
     evaluated = "run.log_evaluation(evaluate(run, model, test_loader))"
     given = 'run.log_evaluation({"test_loss": abs(run.step / run.steps_per_epoch - 3.1)})'
-    for before, after in (("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given)):
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    script.write_text(text)
+    replaced = ("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given)
+    script = make(tmp_path / "mine.py", "ddp", "best_weights", "trace", replaced=replaced)
     flags = [*SMALL, "--batch-size", 64, "--epochs", 9, "--keep", 9]
     (run,) = train_forked(tmp_path, (1, script, flags))
     losses = [line["test_loss"] for line in run.evaluations]

@@ -1,7 +1,6 @@
 """What fine_tune_speech computes and saves, against transformers and nltk. That its copies train
 the same in every way: test_adapting.py."""
 
-import wave
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import numpy
 import pytest
 import torch
 import toy
-from composed import make
+from composed import make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
 from torch.nn import functional as F
 
@@ -46,11 +45,11 @@ def data(tmp_path_factory):
 def runs(data, tmp_path_factory):
     """{kind of model: the outputs of its training}, on two processes."""
     path = tmp_path_factory.mktemp("runs")
-    make(path / "mine.py", "ddp", "fine_tune_speech")
+    script = make(path / "mine.py", "ddp", "fine_tune_speech")
     lists = ["--train", data / "speech/train.tsv", "--test", data / "speech/test.tsv"]
     flags = [*lists, "--cpu", "--batch-size", 4, "--max-steps", 2, "--lr", 1e-3]
     described = [
-        (2, path / "mine.py", [*flags, "--base", data / kind, *language])
+        (2, script, [*flags, "--base", data / kind, *language])
         for kind, language in zip(KINDS, ([], ["--language", "english"]), strict=True)
     ]
     return dict(zip(KINDS, train_forked(path, *described, imports=IMPORTS), strict=True))
@@ -137,12 +136,6 @@ def test_utterances_are_too_short_if_no_path_has_their_tokens():
         assert torch.equal(tokens[:length], of_all[:length]) and not tokens[length:].any()
 
 
-def write_wav(path, seconds):
-    with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, 16000, 0, "NONE", ""))
-        file.writeframes(numpy.zeros(round(16000 * seconds), "<i2").tobytes())
-
-
 WRONG = {
     "unknown": ("wav2vec2", "a B-aA", 1, r"the tokenizer of --base has no '-AB', in 'a B-aA'"),
     "empty": ("wav2vec2", "a", 0, r"reads 0.025 to inf s, .*, not 0 s, and 1 tokens"),
@@ -155,8 +148,8 @@ WRONG = {
 def test_a_wrong_utterance_is_one_line_with_file_and_row(case, data, tmp_path, monkeypatch):
     monkeypatch.setattr(recognition, "exit_with_error", exit_by_exception)
     kind, text, seconds, error = WRONG[case]
-    write_wav(tmp_path / "good.wav", 1)
-    write_wav(tmp_path / "wrong.wav", seconds)
+    write_wav(tmp_path / "good.wav", numpy.zeros((16000, 1)))
+    write_wav(tmp_path / "wrong.wav", numpy.zeros((round(16000 * seconds), 1)))
     (tmp_path / "a.tsv").write_text(f"good.wav\ta b\nwrong.wav\t{text}\n")
     model, processor = loaded(data / kind)
     with pytest.raises(Exit, match=r"a.tsv, row 2: .*" + error):

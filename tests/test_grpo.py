@@ -1,24 +1,18 @@
 """What grpo computes, against independent references. That its copies train the same in every way:
 test_adapting.py."""
 
-import importlib
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import toy
-from composed import make
-from conftest import forked, train_forked
+from composed import assert_one_line, imported, make
+from conftest import train_forked
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = ["1 + 1", "a longer prompt, of many words", "x", "Why?"]
-
-
-def imported(*names):
-    """Return modules that take seconds. Imported above, they would also for other files' tests."""
-    return [importlib.import_module(name) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +175,7 @@ def test_a_reward_is_for_the_last_number_or_for_a_pattern(completion, line, expe
 
 def test_a_model_learns_what_is_rewarded(base, tmp_path):
     """Of random completions a fifth is rewarded."""
-    make(script := tmp_path / "mine.py", "ddp", "grpo")
+    script = make(tmp_path / "mine.py", "ddp", "grpo")
     flags = ["--cpu", "--base", base, "--prompts", base.parent / "prompts.jsonl", "--lr", 1e-2]
     flags += ["--new-tokens", 4, "--batch-size", 8, "--max-steps", 20]
     (run,) = train_forked(tmp_path, (1, script, flags))
@@ -193,22 +187,17 @@ def test_a_model_learns_what_is_rewarded(base, tmp_path):
 def test_wrong_prompts_are_one_line(base, tmp_path):
     good = {"prompt": "1 + 1", "answer": 2}
     wrong = {
-        "no_key": ({"prompt": "1 + 1"}, "line 2: KeyError('pattern'). Each line needs {\"prompt"),
-        "no_number": ({**good, "answer": "two"}, "line 2: ValueError('not enough values"),
-        "no_pattern": ({"prompt": "a", "pattern": "("}, "('missing ), unterminated"),
-        "long": ({**good, "prompt": "a " * 3000}, "tokens, more than --length')"),
-        "group": (good, "argument --group: choose 2 or more"),
+        "line 2: KeyError('pattern'). Each line needs {\"prompt": {"prompt": "1 + 1"},
+        "line 2: ValueError('not enough values": {**good, "answer": "two"},
+        "('missing ), unterminated": {"prompt": "a", "pattern": "("},
+        "tokens, more than --length')": {**good, "prompt": "a " * 3000},
+        "argument --group: choose 2 or more": good,
     }
-    make(script := tmp_path / "mine.py", "ddp", "grpo")
-    runs = []
-    for name, (line, _) in wrong.items():
-        path = tmp_path / f"{name}.jsonl"
+    script = make(tmp_path / "mine.py", "ddp", "grpo")
+    cases = {}
+    for number, (error, line) in enumerate(wrong.items()):
+        path = tmp_path / f"{number}.jsonl"
         path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
-        flags = ["--cpu", "--base", base, "--prompts", path, "--output-dir", name]
-        flags += ["--group", "1"] if name == "group" else []
-        run = {"processes": 1, "script": script, "directory": tmp_path, "flags": flags}
-        runs.append(run)
-    answers = forked(runs, tmp_path, together=2, imports=["transformers"])
-    for (codes, printed), (_, error) in zip(answers, wrong.values(), strict=True):
-        assert codes == [2], printed
-        assert error in printed and len(printed.splitlines()) == 1, printed
+        cases[error] = [script, "--base", base, "--prompts", path]
+    cases["argument --group: choose 2 or more"] += ["--group", "1"]
+    assert_one_line(cases, tmp_path, imports=["transformers"])

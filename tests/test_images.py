@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import make
-from conftest import forked
+from composed import assert_one_line, make
 from PIL import Image
 from torchvision.transforms.v2 import Identity
 
@@ -102,12 +101,10 @@ def test_a_worker_that_finds_a_damaged_photo_ends_the_run_with_its_name(tmp_path
         Image.fromarray(picture(index)).save(path)
     damaged = tmp_path / "photos/train/one/18.png"
     damaged.write_bytes(damaged.read_bytes()[:100])
-    make(script := tmp_path / "mine.py", "ddp", "photos")
-    script.write_text(script.read_text().replace('"num_workers": 0', '"num_workers": 1'))
-    run = {"processes": 1, "script": script, "directory": tmp_path}
-    [(codes, output)] = forked([{**run, "flags": ["--cpu", "--batch-size", 5]}], tmp_path)
-    assert codes == [1] and "Traceback" not in output, output
-    assert "photos/train/one/18.png: " in output.splitlines()[-1]
+    replaced = [('"num_workers": 0', '"num_workers": 1')]
+    script = make(tmp_path / "mine.py", "ddp", "photos", replaced=replaced)
+    cases = {"photos/train/one/18.png: ": [script, "--batch-size", 5]}
+    assert_one_line(cases, tmp_path, statuses=(1,))
 
 
 def masks(directory, *values):
@@ -141,9 +138,6 @@ def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
 
 def test_masks_of_0_and_255_alone_are_an_error(tmp_path):
     masks(tmp_path, *[[0, 255, 0, 255]] * 30)
-    make(script := tmp_path / "mine.py", "ddp", "segmentation")
-    run = {"processes": 1, "script": script, "directory": tmp_path}
-    flags = ["--cpu", "--images", tmp_path, "--batch-size", 4]
-    [(codes, output)] = forked([{**run, "flags": flags}], tmp_path)
-    assert codes == [2] and output.count("\n") == 1
-    assert "all masks have 0 and 255 alone" in output
+    script = make(tmp_path / "mine.py", "ddp", "segmentation")
+    flags = ["--images", tmp_path, "--batch-size", 4]
+    assert_one_line({"all masks have 0 and 255 alone": [script, *flags]}, tmp_path)

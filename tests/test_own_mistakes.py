@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, Exit, copy, forked, load, project
+from conftest import Exit, load, project
 from torch.utils import data
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -95,14 +95,10 @@ def test_loaders_that_cannot_be_resumed_exactly_are_an_error(case):
         recipe.make_reproducible(LOADERS[case], ARGS)
 
 
-def test_a_training_set_of_which_an_order_leaves_nothing_fills_no_batch(tmp_path):
-    """As that of by_length, which drops what fills no global batch: the error names the batch."""
-    few = project("own_mistakes", load_data="data_of_which_none_is_left")
-    script = copy("ddp_cifar", tmp_path / "mine.py", project=few)
-    flags = [*SMALL, "--batch-size", 8, "--max-steps", 1]
-    one = {"script": script, "directory": tmp_path, "flags": flags, "processes": 1}
-    ((codes, output),) = forked([one], tmp_path)
-    assert codes == [2] and "the training set does not fill one batch of 8" in output
+def test_a_training_set_of_which_an_order_leaves_nothing_is_none_of_these_errors():
+    """As that of by_length, which drops what fills no global batch: see test_configs.py."""
+    none = data.DataLoader(data.Subset(SAMPLES, []), 8, drop_last=True)
+    assert recipe.make_reproducible((none, TEST), ARGS)
 
 
 def test_a_model_in_eval_mode_is_an_error():
@@ -120,8 +116,13 @@ def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def mistake(*replacements, **run):
-    return pytest.mark.copied("ddp_cifar", *replacements, processes=2, **run)
+def mistake(*replacements, recipe="ddp_cifar", processes=2, **run):
+    return pytest.mark.copied(recipe, *replacements, processes=processes, **run)
+
+
+def params(cases):
+    """Those of {id: (value, mark)}."""
+    return [pytest.param(value, marks=mark, id=name) for name, (value, mark) in cases.items()]
 
 
 def the_line(outcome):
@@ -144,36 +145,36 @@ def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
 
 
 SPOIL = f"{ON_RANK_1}        logits.register_hook(lambda gradient: gradient * math.inf)\n"
-
-
-@mistake((RETURN, SPOIL + RETURN))
-def test_a_model_that_is_not_finite_on_one_rank_is_not_saved(outcome):
-    """Its gradient spoils all weights in the same step, but not yet a loss."""
-    line = the_line(outcome)
-    assert "not finite between steps 0 and 1, nothing was saved" in line
-    assert ": the weights of ranks [0, 1]:" in line
-    assert not list((outcome.directory / "run").glob("step-*"))
-
-
+SPOILED_LOSS = f"{ON_RANK_1}        loss = loss / 0\n"
 SIGNALLED = "    os.kill(os.getpid(), signal.SIGTERM)\n    logits.register_hook(torch.log)\n"
 LONG = ["--log-every", 9, "--max-steps", 9, "--batch-size", 8]
-
-
-@pytest.mark.copied("ddp_cifar", (RETURN, SIGNALLED + RETURN), flags=LONG)
-def test_a_stop_between_two_lines_saves_no_weights_that_are_not_finite(outcome):
-    assert outcome.codes == [2] and "nothing was saved" in outcome.output, outcome.output
-    assert not list((outcome.directory / "run").glob("step-*"))
-
-
 LAST_STAGE = project("own_mistakes", train_step="step_that_spoils_the_last_stage")
-PATIENT = {"processes": 2, "grace": 30, "terminate": False}
+PATIENT = {"grace": 30, "terminate": False, "flags": ["--max-steps", 1]}
+NOT_FINITE = {
+    "a gradient": ("the weights of ranks [0, 1]", mistake((RETURN, SPOIL + RETURN))),
+    "a loss": (
+        "the loss of ranks [1], the weights of ranks [0, 1]",
+        mistake((RETURN, SPOILED_LOSS + RETURN)),
+    ),
+    "at a stop between two lines": (
+        "the loss of ranks [0], the weights of ranks [0]",
+        mistake((RETURN, SIGNALLED + RETURN), processes=1, flags=LONG),
+    ),
+    "a stage": (
+        "the weights of ranks [1]",
+        mistake(recipe="pipeline_cifar", project=LAST_STAGE, **PATIENT),
+    ),
+}
 
 
-@pytest.mark.copied("pipeline_cifar", project=LAST_STAGE, flags=["--max-steps", 1], **PATIENT)
-def test_weights_that_are_not_finite_on_one_rank_end_all_by_themselves(outcome):
-    assert outcome.codes == [2, 2] and "step 1/" not in outcome.output, outcome.output
-    assert "not finite between steps 0 and 1, nothing was saved" in outcome.output
-    assert ": the weights of ranks [1]:" in outcome.output
+@pytest.mark.parametrize("said", params(NOT_FINITE))
+def test_what_is_not_finite_is_named_with_its_ranks_and_not_saved(outcome, said):
+    """A gradient spoils all weights in the same step, but not yet a loss. Also at a stop between
+    two lines; and all ranks end by themselves where one is not finite."""
+    text = rf"not finite between steps 0 and ., nothing was saved: {re.escape(said)}: "
+    assert re.search(f"^mine: error: {text}", outcome.output, re.MULTILINE), outcome.output
+    assert "step 1/" not in outcome.output and {0, -9}.isdisjoint(outcome.codes), outcome.output
+    assert not list((outcome.directory / "run").glob("step-*"))
 
 
 BYPASS = (
@@ -183,40 +184,27 @@ BYPASS = (
 PREPARE = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
 OWN_WEIGHTS = "    draw_weights_by_rank(accelerator, model)\n"
+OWN = project("own_mistakes")
 OWN_RATE = project("own_mistakes", make_optimizer="optimizer_by_rank")
-DRIFTS = [
-    pytest.param(
+DRIFTS = {
+    "learning rates of each rank": ([1], mistake(project=OWN_RATE)),
+    "a forward pass that bypasses DDP": ([1], mistake(BYPASS)),
+    "weights made by each rank": (
         [1],
-        marks=mistake(project=OWN_RATE),
-        id="learning rates of each rank",
+        mistake((PREPARE, PREPARE + OWN_WEIGHTS), project=OWN),
     ),
-    pytest.param([1], marks=mistake(BYPASS), id="a forward pass that bypasses DDP"),
-    pytest.param(
-        [1],
-        marks=mistake((PREPARE, PREPARE + OWN_WEIGHTS), project=project("own_mistakes")),
-        id="weights made by each rank",
-    ),
-    pytest.param(
+    "weights of a stage made by each rank": (
         [2, 3],
-        marks=pytest.mark.copied(
-            "pipeline_cifar",
-            (STAGE, STAGE + OWN_WEIGHTS),
-            project=project("own_mistakes"),
-            processes=4,
-        ),
-        id="weights of a stage made by each rank",
+        mistake((STAGE, STAGE + OWN_WEIGHTS), recipe="pipeline_cifar", project=OWN, processes=4),
     ),
-    pytest.param(
+    "learning rates of each replica": (
         [1],
-        marks=pytest.mark.copied(
-            "sharded_cifar", project=OWN_RATE, processes=2, flags=["--replicas", 2]
-        ),
-        id="learning rates of each replica",
+        mistake(recipe="sharded_cifar", project=OWN_RATE, flags=["--replicas", 2]),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("ranks", DRIFTS)
+@pytest.mark.parametrize("ranks", params(DRIFTS))
 def test_ranks_that_drift_apart_exit_before_a_save(outcome, ranks):
     line = the_line(outcome)
     assert f"ranks {ranks} have other weights than rank 0 at step 1, not saved" in line
@@ -232,36 +220,24 @@ def test_parameters_that_get_no_gradient_are_named(outcome):
     assert "did not receive grad for rank 0: 2.extra.bias, 2.extra.weight" in line
 
 
-SPOILED_LOSS = f"{ON_RANK_1}        loss = loss / 0\n"
-
-
-@mistake((RETURN, SPOILED_LOSS + RETURN))
-def test_a_loss_that_is_not_finite_names_its_rank(outcome):
-    assert "the loss of ranks [1], the weights of ranks [0, 1]" in the_line(outcome)
-
-
-RAISES = [
-    pytest.param(
+RAISES = {
+    "on all ranks": (
         "TypeError: a mistake, in compute_loss, line",
-        marks=mistake((RETURN, f"    raise TypeError('a mistake.')\n{RETURN}")),
-        id="on all ranks",
+        mistake((RETURN, f"    raise TypeError('a mistake.')\n{RETURN}")),
     ),
-    pytest.param(
+    "on one rank": (
         "rank 1: TypeError: a mistake, in compute_loss, line",
-        marks=mistake((RETURN, f"{ON_RANK_1}        raise TypeError('a mistake')\n{RETURN}")),
-        id="on one rank",
+        mistake((RETURN, f"{ON_RANK_1}        raise TypeError('a mistake')\n{RETURN}")),
     ),
-    pytest.param(
+    "in a DataLoader's worker": (
         "ValueError: Caught ValueError in DataLoader worker process 0. ... "
-        "ValueError: an image ... is corrupt, "
-        "in __getitem__, line",
-        marks=mistake(project=project("own_mistakes", load_data="corrupt_data")),
-        id="in a DataLoader's worker",
+        "ValueError: an image ... is corrupt, in __getitem__, line",
+        mistake(project=project("own_mistakes", load_data="corrupt_data")),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("said", RAISES)
+@pytest.mark.parametrize("said", params(RAISES))
 def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
     (line,) = re.findall("^mine: error: (.*)$", outcome.output, re.MULTILINE)
     assert re.fullmatch(re.escape(said) + r" \d+ of mine.py", line), line
@@ -272,9 +248,8 @@ def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
     assert "raise" in mistake
 
 
-EXITS = project(
-    "own_mistakes", compute_loss="loss_that_exits", load_data="data_of_persistent_workers"
-)
+EXITS = project("interruption", load_data="data_of_persistent_workers")
+EXITS += project("own_mistakes", compute_loss="loss_that_exits")
 
 
 @pytest.mark.copied("ddp_cifar", project=EXITS, flags=["--batch-size", 16])

@@ -19,7 +19,7 @@ from conftest import (
 )
 
 AMP = pytest.param("amp_cifar", 2, 1, marks=pytest.mark.twin)
-RECIPES = [("ddp_cifar", 1, 2), ("ddp_cifar", 4, 1), AMP]  # processes, microbatches in a step
+RECIPES = [("ddp_cifar", 1, 2), ("ddp_cifar", 2, 1), AMP]  # processes, microbatches in a step
 
 
 @pytest.mark.slow

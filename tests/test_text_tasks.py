@@ -54,8 +54,7 @@ def runs(tmp_path_factory):
     flags["seq2seq"] += ["--new-tokens", 8, "--max-steps", 9]
     described = []
     for task, more in flags.items():
-        script = path / f"{task}.py"
-        make(script, "ddp", task)
+        script = make(path / f"{task}.py", "ddp", task)
         base = data / ("t5" if task == "seq2seq" else "bert")
         rate = 1e-2 if task == "seq2seq" else 3e-3
         common = ["--cpu", "--base", base, "--batch-size", 8, "--lr", rate, "--epochs", 2]

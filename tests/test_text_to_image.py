@@ -1,13 +1,12 @@
 """What text_to_image computes, and that diffusers loads it. That its copies train the same in every
 way: test_adapting.py."""
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 import toy
-from composed import make
+from composed import imported, make
 from conftest import train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -17,11 +16,6 @@ pytestmark = pytest.mark.slow
 
 IMPORTS = ["peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 IMPORTS += ["diffusers.models.unets.unet_2d_condition", "transformers.models.clip.modeling_clip"]
-
-
-def imported(*names):
-    """Return modules that take seconds. Imported above, they would also for other files' tests."""
-    return [importlib.import_module(name) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +143,7 @@ def test_diffusers_loads_what_is_saved_an_adapter_or_the_whole_model(args, tmp_p
 
 @pytest.mark.twin
 def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
-    make(script := tmp_path / "mine.py", "ddp", "text_to_image", "lora")
+    script = make(tmp_path / "mine.py", "ddp", "text_to_image", "lora")
     flags = ["--cpu", "--base", base, "--images", args.images, "--size", 32, "--batch-size", 8]
     flags += ["--prompt", "a red ellipse on blue", "--lr", 1e-2, "--max-steps", 3]
     (run,) = train_forked(tmp_path, (2, script, flags), imports=IMPORTS)

@@ -14,6 +14,7 @@ from conftest import (
     ROUNDING,
     ROUNDING_FLOAT32,
     SMALL,
+    SYNTHETIC_DATA,
     answers,
     assert_same_training,
     copy,
@@ -122,16 +123,23 @@ def control_characters(text):
     return re.findall(r"[^\x20-\x7e\n]", text)
 
 
+NARROW_RESNET = {"num_classes": 10, "width_per_group": 8}
+
+
 @pytest.fixture(scope="module")
 def resnet_run(tmp_path_factory):
-    flags = ["--model", "resnet50", "--stem", "imagenet"]
-    flags += ["--batch-size", 16, "--max-steps", 6, "--log-every", 2, "--checkpoint-every", 2]
-    (result,) = train_forked(tmp_path_factory.mktemp("resnet"), (2, "ddp_cifar", flags), together=1)
+    directory = tmp_path_factory.mktemp("resnet")
+    data = SYNTHETIC_DATA, "synthetic_images(640, seed=1), synthetic_images(128, seed=2)"
+    narrow = "resnet50(num_classes=10, ", f"resnet50(**{NARROW_RESNET}, "
+    script = copy("ddp_cifar", directory / "mine.py", data, narrow)
+    flags = ["--data", "synthetic", "--cpu", "--stem", "imagenet", "--batch-size", 16]
+    flags += ["--max-steps", 6, "--log-every", 2, "--checkpoint-every", 2]
+    (result,) = train_forked(directory, (2, script, flags), together=1)
     return result
 
 
 def test_weights_load_in_a_plain_torchvision_model(resnet_run):
-    model = torchvision.models.resnet50(num_classes=10)
+    model = torchvision.models.resnet50(**NARROW_RESNET)
     model.load_state_dict(resnet_run.weights, strict=True)
     model.eval()
     dataset = recipe.ImageTensors(*recipe.synthetic_images(128, seed=2), torch.device("cpu"))
@@ -179,7 +187,9 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     assert summary["seconds"] > sum(line["seconds"] for line in resnet_run.train)
     times = [line["time"] for line in (*resnet_run.train, evaluation)]
     saving = times[1] - times[0] - resnet_run.train[1]["seconds"]
-    assert times == sorted(times) and saving > 0.05, "180 MB"
+    metrics = (resnet_run.directory / "metrics.jsonl").read_text()
+    first_save = float(re.search(r'"save_seconds": ([\d.e-]+)', metrics)[1])
+    assert times == sorted(times) and saving > 0.9 * first_save
 
 
 def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 import torchvision
-from composed import make
+from composed import make, rates_of
 from conftest import ROUNDING_FLOAT32, Exit, assert_same_training, exit_by_exception, train_forked
 from PIL import Image
 
@@ -42,21 +42,11 @@ def small(photos):
     return SimpleNamespace(photos=photos, lr=0.5, layer_decay=0.5, **sizes)
 
 
+DECAYING = "self_attention.in_proj_weight self_attention.out_proj.weight mlp.0.weight mlp.3.weight"
+OTHERS = "self_attention.in_proj_bias self_attention.out_proj.bias mlp.0.bias mlp.3.bias "
+OTHERS += "ln_1.weight ln_1.bias ln_2.weight ln_2.bias"
+OF_LAYER = dict.fromkeys(DECAYING.split(), True) | dict.fromkeys(OTHERS.split(), False)
 # Of the whole model: (share of --lr, whether it decays).
-OF_LAYER = {
-    "ln_1.weight": False,
-    "ln_1.bias": False,
-    "self_attention.in_proj_weight": True,
-    "self_attention.in_proj_bias": False,
-    "self_attention.out_proj.weight": True,
-    "self_attention.out_proj.bias": False,
-    "ln_2.weight": False,
-    "ln_2.bias": False,
-    "mlp.0.weight": True,
-    "mlp.0.bias": False,
-    "mlp.3.weight": True,
-    "mlp.3.bias": False,
-}
 LISTED = {
     "class_token": (1 / 8, False),
     "conv_proj.weight": (1 / 8, True),
@@ -109,13 +99,8 @@ def test_both_stages_of_a_pipeline_have_the_groups_of_the_whole_model(small):
 
 
 def test_the_rates_rise_to_their_peaks_and_fall_as_a_cosine(small):
-    optimizer, schedule = vit.make_optimizer(vit.build_model(small), small, 100)
-    rates = []
-    for _ in range(100):
-        rates.append(schedule.get_last_lr())
-        optimizer.step()
-        schedule.step()
-    rates = numpy.array(rates)
+    made = vit.make_optimizer(vit.build_model(small), small, 100)
+    rates = numpy.array(rates_of(*made, 100))
     peaks = [0.5, 0.25, 0.125, 0.0625]
     assert rates.max(0) == pytest.approx(numpy.repeat(peaks, 2), rel=1e-3)
     begin = 0.3 * 101 - 1  # of the cosine; before it the rates rise
@@ -225,15 +210,10 @@ IN_FLOAT64 = [
 def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, tmp_path):
     """In microbatches of 16, 8 and 4: also the photos are mixed in the same way. The pipeline's
     weights have the names of the whole model."""
-    scripts = {}
-    for recipe in ("ddp", "sharded", "pipeline"):
-        scripts[recipe] = tmp_path / f"{recipe}.py"
-        make(scripts[recipe], recipe, "vit")
-        text = scripts[recipe].read_text()
-        for before, after in IN_FLOAT64:
-            assert text.count(before) == 1, before
-            text = text.replace(before, after)
-        scripts[recipe].write_text(text)
+    scripts = {
+        recipe: make(tmp_path / f"{recipe}.py", recipe, "vit", replaced=IN_FLOAT64)
+        for recipe in ("ddp", "sharded", "pipeline")
+    }
     flags = ["--cpu", "--photos", photos, "--size", 16, "--patch", 8, "--width", 64, "--layers", 2]
     flags += ["--max-steps", 5, "--epochs", 2, "--lr", 1e-3, "--global-batch-size", 16]
     whole, *others = train_forked(
@@ -242,7 +222,6 @@ def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, 
         (2, scripts["ddp"], [*flags, "--batch-size", 4]),
         (2, scripts["sharded"], [*flags, "--batch-size", 8]),
         (2, scripts["pipeline"], [*flags, "--batch-size", 16, "--chunks", 4]),
-        (4, scripts["pipeline"], [*flags, "--batch-size", 8, "--chunks", 2]),
     )
     assert whole.weights.keys() == LISTED.keys()
     assert len(whole.evaluations) == 2
@@ -253,25 +232,16 @@ def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, 
         assert run.summary["peak_learning_rate"] == pytest.approx(rates)
 
 
-def f1_by_hand(truth, predicted):
-    """The mean over classes of 2 P R / (P + R), counted in a loop."""
-    scores = []
-    for name in {*truth, *predicted}:
-        pairs = [(a == name, b == name) for a, b in zip(truth, predicted, strict=True)]
-        hits = sum(a and b for a, b in pairs)
-        precision = hits / max(1, sum(b for _, b in pairs))
-        recall = hits / max(1, sum(a for a, _ in pairs))
-        scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
-    return sum(scores) / len(scores)
-
-
 def test_macro_f1_is_the_mean_over_the_classes_that_occur():
+    from sklearn.metrics import f1_score
+
     import text_classification
 
     truth, predicted = [0, 0, 1, 3, 3, 3, 0, 1], [0, 1, 1, 4, 3, 3, 0, 4]
     outputs = list(torch.tensor([truth, predicted]).T)
     results = text_classification.test_metrics(outputs, None)
-    assert results == {"macro_f1": pytest.approx(f1_by_hand(truth, predicted), rel=1e-6)}
+    exact = f1_score(truth, predicted, average="macro", zero_division=0)
+    assert results == {"macro_f1": pytest.approx(exact, rel=1e-6)}
 
 
 WORDS = {"cold": "snow ice frost", "hot": "sun fire lava", "wet": "rain sea river"}
@@ -320,6 +290,7 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
     """On one process and two, whose last batch is filled up. Labels are strings or integers, in
     Parquet or JSON lines; what the run has written loads in transformers."""
     import transformers
+    from sklearn.metrics import f1_score
 
     train, test = texts(128, seed=1), texts(43, seed=2)
     numbers = {"cold": 20, "hot": 3, "wet": 100}
@@ -334,8 +305,7 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
         flags = ["--cpu", "--base", base, "--train", tmp_path / f"{kind}.parquet", "--text"]
         flags += ["words", "--test", tmp_path / f"{kind}.jsonl", "--lr", 3e-3, "--epochs", 3]
         runs += [flags]
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "text_classification")
+    script = make(tmp_path / "mine.py", "ddp", "text_classification")
     flags = ["--batch-size", 8, "--global-batch-size", 16]
     described = [(1, script, [*runs[0], *flags]), (2, script, [*runs[1], *flags])]
     for run, names in zip(train_forked(tmp_path, *described), kinds.values(), strict=True):
@@ -350,7 +320,7 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
             predicted.append(model.config.id2label[found])
         truth = [str(names[label]) for _, label in test]
         assert len({*predicted}) == 3 and predicted != truth, "or it would be no test"
-        expected = f1_by_hand(truth, predicted)
+        expected = f1_score(truth, predicted, average="macro", zero_division=0)
         assert run.summary["test_macro_f1"] == pytest.approx(expected, abs=1e-6)
         right = sum(a == b for a, b in zip(truth, predicted, strict=True))
         assert run.summary["test_accuracy"] == pytest.approx(right / 43, abs=1e-6)
@@ -363,8 +333,7 @@ def test_an_adapter_has_the_new_head_of_a_classifier(base, tmp_path):
     for name, samples in {"train": texts(128, seed=1), "test": texts(43, seed=2)}.items():
         lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    script = tmp_path / "mine.py"
-    make(script, "ddp", "text_classification", "lora")
+    script = make(tmp_path / "mine.py", "ddp", "text_classification", "lora")
     flags = ["--cpu", "--base", base, "--batch-size", 16, "--lr", 1e-2, "--epochs", 2]
     flags += ["--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl"]
     (run,) = train_forked(tmp_path, (1, script, flags))

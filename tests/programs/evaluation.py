@@ -50,20 +50,13 @@ def weighted(model, batch, args):
     return {**unweighted(model, batch, args), "weight": batch[1] + 1}
 
 
-def with_rows(model, batch, args):
-    return {**unweighted(model, batch, args), "outputs": batch[0]}
-
-
-def with_padding(model, batch, args):
-    """A row of a tensor for each sample, as long as the batch's longest: sequences of tokens."""
-    lengths = batch[1] + 1
-    rows = torch.arange(lengths.max())
-    return {**unweighted(model, batch, args), "outputs": (rows < lengths[:, None]).long()}
-
-
-def with_objects(model, batch, args):
-    names = [f"sample {label}" for label in batch[1].tolist()]
-    return {**unweighted(model, batch, args), "outputs": names}
+def with_outputs(kind, model, batch, args):
+    """The padding is as of sequences of tokens: rows as long as the batch's longest."""
+    inputs, labels = batch
+    rows = torch.arange(labels.max() + 1) <= labels[:, None]
+    names = [f"sample {label}" for label in labels.tolist()]
+    outputs = {"rows": inputs, "padding": rows.long(), "objects": names}[kind]
+    return {**unweighted(model, batch, args), "outputs": outputs}
 
 
 def test_metrics(outputs, args):
@@ -91,25 +84,26 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         "test_accuracy": logits.argmax(1) == labels,
     }
     in_order = {
-        "with_rows": list(inputs),
-        "with_padding": [label + 1 for label in labels],
-        "with_objects": [f"sample {label}" for label in labels.tolist()],
+        "rows": list(inputs),
+        "padding": [label + 1 for label in labels],
+        "objects": [f"sample {label}" for label in labels.tolist()],
     }
-    for compute_loss in (unweighted, weighted, with_rows, with_padding, with_objects):
-        weight = labels + 1.0 if compute_loss is weighted else torch.ones(size)
+    for kind in ("unweighted", "weighted", *in_order):
+        weight = labels + 1.0 if kind == "weighted" else torch.ones(size)
         weight /= weight.sum()
         direct = {name: (x * weight).sum().item() for name, x in values.items()}
-        recipe.compute_loss = compute_loss
+        plain = weighted if kind == "weighted" else unweighted
+        recipe.compute_loss = partial(with_outputs, kind) if kind in in_order else plain
         told = recipe.evaluate(run, prepared, loader)
-        direct["test_outputs"] = size if compute_loss.__name__ in in_order else 0
-        expected = in_order.get(compute_loss.__name__, []) if accelerator.is_main_process else []
+        direct["test_outputs"] = size if kind in in_order else 0
+        expected = in_order.get(kind, []) if accelerator.is_main_process else []
         for outputs in seen:
-            if compute_loss is with_padding:
+            if kind == "padding":
                 outputs = [row.sum() for row in outputs]
             assert all(map(same, outputs, expected)) and len(outputs) == len(expected)
         assert len(seen) == accelerator.is_main_process
         seen.clear()
-        answers[f"{size} {compute_loss.__name__}"] = [told, direct]
+        answers[f"{size} {kind}"] = [told, direct]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared

@@ -50,21 +50,9 @@ def corrupt_data(args, accelerator):
     return loader, loader.__class__(data, args.batch_size)
 
 
-def data_of_which_none_is_left(args, accelerator):
-    data = torch.utils.data.TensorDataset(torch.zeros(6, 3, 8, 8), torch.zeros(6).long())
-    left = torch.utils.data.Subset(data, range(len(data) // 8 * 8))
-    return DataLoader(left, args.batch_size, drop_last=True), DataLoader(data, args.batch_size)
-
-
 def loss_that_exits(model, batch, args):
     print("a line that is not flushed")
     sys.exit("bad data")
-
-
-def data_of_persistent_workers(args, accelerator):
-    data = torch.utils.data.TensorDataset(torch.zeros(64, 3, 8, 8), torch.zeros(64).long())
-    options = {"batch_size": args.batch_size, "num_workers": 1, "persistent_workers": True}
-    return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, **options)
 
 
 def main_that_prints():

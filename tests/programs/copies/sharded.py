@@ -52,12 +52,14 @@ class Tied(nn.Module):
         self.second = nn.Linear(10, 10)
         self.third = nn.Linear(10, 10)
         self.third.weight = self.second.weight
+        self.norm = nn.BatchNorm1d(10)  # its statistics are those of each process's batches
 
     def forward(self, x):
         x = x.mean((2, 3))
         if self.training and self.moves:
             self.level.lerp_(x.detach().mean(0), 0.3)
         x = self.first(x - self.level)
+        x = self.norm(x) if self.moves else x
         for block in self.blocks:
             x = block(x) * block.mask
         return self.third(torch.relu(self.second(torch.relu(x))))
@@ -72,9 +74,9 @@ class Nested(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
             if parameter.grad is None:
                 continue
+            state = self.state[parameter]
             if not state:
                 zeros = torch.zeros_like(parameter)
                 state["moments"] = {"first": zeros, "more": [zeros.clone(), 0.0, torch.zeros(2)]}
