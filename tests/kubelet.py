@@ -20,6 +20,7 @@ BOOT = """
 hostname "$0" && mount --bind "$1" /etc/hosts && mount --bind "$2" "$3" &&
 mount -t tmpfs -o "size=$4" tmpfs /dev/shm && ip link set lo up && cd "$3" && shift 4 && exec "$@"
 """
+LAUNCHER = Path(__file__).parent / "programs/launcher"  # whose ranks are forks of it
 ENVIRONMENT = ("OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
@@ -77,6 +78,7 @@ class Pod:
         environment = {name: os.environ[name] for name in ENVIRONMENT}
         environment |= {entry["name"]: entry["value"] for entry in container["env"]}
         environment |= {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name}
+        environment["PYTHONPATH"] = str(LAUNCHER)
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words = [*container["command"], *container["args"]]
         expanded = [re.sub(r"\$\((\w+)\)", lambda x: environment[x[1]], word) for word in words]

@@ -10,7 +10,7 @@ import check
 import machine
 import pytest
 import torch
-from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, project, run
+from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, launch, project, run
 
 STEPS = 5
 FLAGS = [*SMALL, "--batch-size", "8"]
@@ -365,7 +365,7 @@ def test_the_command_with_its_launcher(tmp_path):
     (tmp_path / "mine/beside.py").write_text("")
     copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=text)
     command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--max-steps", 5]
-    process = run([*command, "--processes", 1], cwd=tmp_path)
+    process = launch([*command, "--processes", 1], cwd=tmp_path)
     row = r"1 process, killed +1 process +(\d+) of \1 +0 of 0, loss, step 1 +bit for bit"
     assert re.search(row, process.stdout), process.stdout
     results = json.loads((tmp_path / "runs/check/train.json").read_text())
