@@ -36,15 +36,11 @@ NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
-# Copies of these bring most additions to other recipes than ddp. Of other tasks, ddp's copy has the
-# same data, model and loss.
+# Copies of these bring most additions to all recipes.
 IN_ALL_RECIPES = {"photos", "language_model"}
-# Their model is that of photos, language_model or the recipe, or their loss that of embeddings, or
-# tests of their own train them.
-OF_ANOTHER_TASK = {"balanced", "tar_shards", "by_length", "mixture", "contrastive", "resnet20"}
-OF_ANOTHER_TASK |= {"fine_tune", "sft", "text_classification", "clip", "grpo", "fast_cifar"}
-OF_ANOTHER_TASK |= {"token_classification", "masked_lm", "reranker", "text_to_image"}
-OF_ANOTHER_TASK |= {"fine_tune_speech"}
+# These are unlike them: two models with a loss each, and samples of any length. Tests of their own
+# train the other tasks, whose copies only `make test-all` checks.
+IN_DDP = {*IN_ALL_RECIPES, "gan", "speech"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
@@ -111,8 +107,7 @@ def directory(tmp_path_factory):
 
 def case(task, recipe, *more):
     """A parameter of the test, with more flags. amp is ddp plus autocast."""
-    twin = recipe == "amp" or (recipe != "ddp" and task not in IN_ALL_RECIPES)
-    twin = twin or task in OF_ANOTHER_TASK
+    twin = recipe == "amp" or task not in (IN_DDP if recipe == "ddp" else IN_ALL_RECIPES)
     name = "-".join((task, recipe, *more))
     return pytest.param(task, recipe, more, marks=[pytest.mark.twin] * twin, id=name)
 
