@@ -4,7 +4,9 @@ import importlib
 import wave
 
 import new
+import numpy
 from conftest import LITTLE_DATA, forked
+from PIL import Image
 
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
@@ -79,3 +81,13 @@ def rates_of(optimizer, schedule, steps):
         optimizer.step()
         schedule.step()
     return rates
+
+
+def write_photos(directory, count):
+    """Write photos of noise in three classes, of which a quarter is for the test."""
+    for index in range(count):
+        path = directory / ("train" if index % 4 else "test") / f"class{index % 3}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = numpy.random.default_rng(index).integers(256, size=(40, 50, 3), dtype="uint8")
+        Image.fromarray(noise).save(path)
+    return directory

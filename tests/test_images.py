@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import assert_one_line, make
+from composed import assert_one_line, make, write_photos
 from PIL import Image
 from torchvision.transforms.v2 import Identity
 
@@ -95,15 +95,11 @@ def test_an_image_that_cannot_be_read_as_it_was_meant_is_an_error_with_its_name(
 
 
 def test_a_worker_that_finds_a_damaged_photo_ends_the_run_with_its_name(tmp_path):
-    for index in range(20):
-        path = tmp_path / f"photos/{('train', 'test')[index % 2]}/one/{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture(index)).save(path)
-    damaged = tmp_path / "photos/train/one/18.png"
+    damaged = write_photos(tmp_path / "photos", 20) / "train/class0/18.png"
     damaged.write_bytes(damaged.read_bytes()[:100])
     replaced = [('"num_workers": 0', '"num_workers": 1')]
     script = make(tmp_path / "mine.py", "ddp", "photos", replaced=replaced)
-    cases = {"photos/train/one/18.png: ": [script, "--batch-size", 5]}
+    cases = {"photos/train/class0/18.png: ": [script, "--batch-size", 5]}
     assert_one_line(cases, tmp_path, statuses=(1,))
 
 

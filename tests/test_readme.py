@@ -11,12 +11,11 @@ import sys
 from contextlib import suppress
 
 import new
-import numpy
 import pytest
 import torch
 from accelerate import Accelerator
+from composed import write_photos
 from conftest import ROOT, load, train_forked
-from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -216,12 +215,7 @@ def test_the_example_of_your_own_photos_trains_on_two_processes(tmp_path):
     """Also the names of the metrics are those of the page."""
     text = new.compose(new.RECIPES["ddp"], "mine.py", "ddp", ["photos"])
     (tmp_path / "mine.py").write_text(text)
-    for index in range(64):
-        part = "test" if index % 4 == 0 else "train"
-        path = tmp_path / f"photos/{part}/class{index % 3}/{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noise = numpy.random.default_rng(index).integers(256, size=(70, 50, 3), dtype="uint8")
-        Image.fromarray(noise).save(path)
+    write_photos(tmp_path / "photos", 64)
     flags = ["--cpu", "--batch-size", 8, "--epochs", 1, "--photos", "../photos"]
     [run] = train_forked(tmp_path, (2, tmp_path / "mine.py", flags))
     assert (run.summary["world_size"], run.summary["steps"]) == (2, 3)

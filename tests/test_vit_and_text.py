@@ -9,9 +9,8 @@ import numpy
 import pytest
 import torch
 import torchvision
-from composed import make, rates_of
+from composed import make, rates_of, write_photos
 from conftest import ROUNDING_FLOAT32, Exit, assert_same_training, exit_by_exception, train_forked
-from PIL import Image
 
 import pipeline_cifar
 import vit
@@ -24,15 +23,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Noise in three classes: 48 photos for training, 15 for the test."""
-    directory = tmp_path_factory.mktemp("photos")
-    for index in range(63):
-        part = "test" if index % 4 == 0 and index < 60 else "train"
-        path = directory / part / f"class{index % 3}" / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noise = numpy.random.default_rng(index).integers(256, size=(40, 50, 3), dtype="uint8")
-        Image.fromarray(noise).save(path)
-    return directory
+    """48 photos for training, 17 for the test."""
+    return write_photos(tmp_path_factory.mktemp("photos"), 65)
 
 
 @pytest.fixture
@@ -309,15 +301,10 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
     flags = ["--batch-size", 8, "--global-batch-size", 16]
     described = [(1, script, [*runs[0], *flags]), (2, script, [*runs[1], *flags])]
     for run, names in zip(train_forked(tmp_path, *described), kinds.values(), strict=True):
-        auto = transformers.AutoModelForSequenceClassification
-        model = auto.from_pretrained(run.directory).eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
-        assert [*model.config.id2label.values()] == [str(x) for x in sorted(names.values())]
-        predicted = []
-        for text, _ in test:
-            with torch.no_grad():
-                found = model(**tokenizer(text, return_tensors="pt")).logits.argmax().item()
-            predicted.append(model.config.id2label[found])
+        classify = transformers.pipeline("text-classification", str(run.directory), device="cpu")
+        known = classify.model.config.id2label
+        assert [*known.values()] == [str(x) for x in sorted(names.values())]
+        predicted = [x["label"] for x in classify([text for text, _ in test])]
         truth = [str(names[label]) for _, label in test]
         assert len({*predicted}) == 3 and predicted != truth, "or it would be no test"
         expected = f1_score(truth, predicted, average="macro", zero_division=0)
@@ -337,16 +324,15 @@ def test_an_adapter_has_the_new_head_of_a_classifier(base, tmp_path):
     flags = ["--cpu", "--base", base, "--batch-size", 16, "--lr", 1e-2, "--epochs", 2]
     flags += ["--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl"]
     (run,) = train_forked(tmp_path, (1, script, flags))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
+    auto = transformers.AutoModelForSequenceClassification
+    options = {"tokenizer": str(run.directory), "device": "cpu"}
+    truth = [f"LABEL_{sorted(WORDS).index(label)}" for _, label in samples]
     for seed in (0, 1):
         torch.manual_seed(seed)
-        auto = transformers.AutoModelForSequenceClassification
-        model = auto.from_pretrained(run.directory / "adapter", num_labels=3).eval()
-        right = 0
-        for text, label in samples:
-            with torch.no_grad():
-                found = model(**tokenizer(text, return_tensors="pt")).logits.argmax().item()
-            right += sorted(WORDS)[found] == label
+        model = auto.from_pretrained(run.directory / "adapter", num_labels=3)
+        classify = transformers.pipeline("text-classification", model, **options)
+        predicted = [x["label"] for x in classify([text for text, _ in samples])]
+        right = sum(a == b for a, b in zip(truth, predicted, strict=True))
         assert right / 43 == pytest.approx(run.summary["test_accuracy"], abs=1e-6)
     with pytest.raises(ValueError, match="Unrecognized model"):  # not with other weights at random
         auto.from_pretrained(run.directory)
