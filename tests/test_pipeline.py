@@ -148,6 +148,7 @@ def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
     assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output
 
 
+TWO = ["--chunks", 2]  # more would take more time
 OUTPUTS = project("pipeline", compute_loss="loss_with_outputs", test_metrics="places")
 TEST_LOADER = "DataLoader(test_set, **options)"
 SMALLER = TEST_LOADER, 'DataLoader(test_set, **{**options, "batch_size": 12})'
@@ -155,7 +156,7 @@ SIZES = {"24": (), "16, test 12": (SMALLER,)}
 
 
 def with_outputs(size):
-    flags = ["--split", 1, f"--batch-size={size[:2]}"]
+    flags = [*TWO, "--split", 1, f"--batch-size={size[:2]}"]
     given = {"project": OUTPUTS, "processes": 4, "flags": flags}
     return pytest.param(size, marks=pytest.mark.copied("pipeline_cifar", *SIZES[size], **given))
 
@@ -174,7 +175,7 @@ TIED = project("pipeline", build_model="tied_model")
 
 
 @pytest.mark.slow
-@pytest.mark.copied("pipeline_cifar", project=TIED, processes=4, flags=["--split", 5])
+@pytest.mark.copied("pipeline_cifar", project=TIED, processes=4, flags=[*TWO, "--split", 5])
 def test_weights_tied_within_a_stage_are_written_once_and_load_in_the_plain_model(outcome):
     """Also a block that comes twice; it runs twice. BatchNorm's statistics are those of the first
     pipeline, with which both evaluate."""
