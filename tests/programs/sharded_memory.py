@@ -1,4 +1,4 @@
-"""Run by test_sharded.py, as processes of forked.py: sharded_memory.py ANSWER REPLICAS TWICE
+"""Run by test_sharded.py, as processes of forked.py: sharded_memory.py ANSWER
 
 One step of five of ResNet-50's blocks in float64, with a quarter of their channels, sharded by the
 recipe's functions. Writes the bytes of parameters, gradients and momentum of each process, of all
@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 recipe = load("recipes/sharded_cifar.py")
-path, replicas = sys.argv[1], int(sys.argv[2])
 accelerator = Accelerator(cpu=True)
-mesh = recipe.make_mesh(accelerator, replicas)
+mesh = recipe.make_mesh(accelerator, replicas=2)
 
 
 class NarrowResNet(torchvision.models.ResNet):
@@ -55,8 +54,7 @@ recipe.build_model = build_model
 whole = build_model(None)
 units = [sum(size(p) for p in unit.parameters()) for unit in recipe.shard_units(whole)]
 parameters = sum(size(p) for p in whole.parameters())
-args = SimpleNamespace(weights=None, precision="fp32", compile=False)
-args.activation_checkpointing = sys.argv[3] == "True"
+args = SimpleNamespace(weights=None, precision="fp32", compile=False, activation_checkpointing=True)
 run = SimpleNamespace(args=args, accelerator=accelerator, cpu_group=None, directory=None)
 run.on_main_process = lambda *_: []  # no checkpoint
 model = recipe.build_sharded_model(run, mesh)
@@ -92,6 +90,6 @@ if accelerator.is_main_process:
         "gathered": max(gathered),
         "timeouts": [group.options._timeout.total_seconds() for group in groups],
     }
-    Path(path).write_text(json.dumps(answer))
+    Path(sys.argv[1]).write_text(json.dumps(answer))
 model, optimizer = accelerator.free_memory(model, optimizer)
 accelerator.end_training()
