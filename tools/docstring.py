@@ -4,6 +4,7 @@
 import ast
 import re
 import textwrap
+from functools import lru_cache
 
 from catalogue import RECIPES, TRAIN, description
 from recipe import parsed
@@ -12,6 +13,7 @@ MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
 FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
 
 
+@lru_cache(16)
 def docstring(text):
     """Return the paragraphs of a copy's docstring above "Made from", its match, and those below."""
     doc = ast.get_docstring(parsed(text), clean=False)
