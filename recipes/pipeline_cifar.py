@@ -576,11 +576,11 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure a1cede255a5f: identical in all recipes, edit only above it
+# ================= shared infrastructure 251936162428: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
-LAUNCHED = bool({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
+LAUNCHED = bool({"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))

@@ -58,7 +58,7 @@ def start(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
-    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS"):
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     precision = torch.get_float32_matmul_precision()
