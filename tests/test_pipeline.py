@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 recipe = load("recipes/pipeline_cifar.py", exits=True)
+TWO = ["--chunks", 2]  # more would take more time
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path
         (1, "ddp_cifar", [*flags, 12], in_float64),
         (2, "pipeline_cifar", [*flags, 48, "--chunks", 4], in_float64),
         (4, "pipeline_cifar", [*flags, 12, "--chunks", 2, "--schedule", "1f1b"], in_float64),
-        (2, "pipeline_cifar", [*flags, 48, "--precision", "bf16"]),
+        (2, "pipeline_cifar", [*flags, 48, "--precision", "bf16", *TWO]),
     )
     whole, *pipelines, bf16 = runs
     assert [run.summary["accumulation"] for run in runs] == [4, 1, 2, 1]
@@ -72,7 +74,9 @@ CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]
 
 
 @pytest.mark.parametrize(("stem", "split", "begin"), CUTS)
-def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin):
+def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin, monkeypatch):
+    models = recipe.torchvision.models
+    monkeypatch.setattr(models, "resnet50", partial(models.resnet50, width_per_group=8))
     flags = SimpleNamespace(model="resnet50", stem=stem, split=split)
     model = recipe.build_model(flags).eval().double()
     blocks = recipe.model_blocks(model)
@@ -148,7 +152,6 @@ def test_a_mistake_that_only_the_last_stages_see_is_one_line_of_each(outcome):
     assert ranks in (["1"], ["1", "3"], ["3", "1"]), outcome.output
 
 
-TWO = ["--chunks", 2]  # more would take more time
 OUTPUTS = project("pipeline", compute_loss="loss_with_outputs", test_metrics="places")
 TEST_LOADER = "DataLoader(test_set, **options)"
 SMALLER = TEST_LOADER, 'DataLoader(test_set, **{**options, "batch_size": 12})'
