@@ -48,9 +48,14 @@ def make(path, recipe, *examples, replaced=()):
     return path
 
 
-def imported(*names):
-    """Return modules that take seconds. Imported above, they would also for other files' tests."""
-    return [importlib.import_module(name) for name in names]
+class Imported:
+    """A module that takes seconds, imported at its first use: not in each of pytest's workers."""
+
+    def __init__(self, name):
+        self.module_name = name
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self.module_name), name)
 
 
 def assert_one_line(cases, directory, statuses=(2,), imports=()):

@@ -6,12 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import assert_one_line, imported, make
+from composed import Imported, assert_one_line, make
 from conftest import ROUNDING_FLOAT32, train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
+chat = Imported("lib.chat")
+lora = Imported("lora")
+pairs = Imported("lib.pairs")
+peft = Imported("peft")
+preferences = Imported("preferences")
+sft = Imported("sft")
+tokenizers = Imported("tokenizers")
+transformers = Imported("transformers")
 SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 # MARK and UNTIL: by the marks there transformers finds the tokens of answers.
 TEMPLATES = {
@@ -56,7 +64,6 @@ CHATS = [[{"role": role, "content": text} for role, text in chat] for chat in CH
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The directory of a tiny model, in bf16, and its tokenizer."""
-    tokenizers, transformers = imported("tokenizers", "transformers")
     path = tmp_path_factory.mktemp("base")
     (path / "text.txt").write_text(json.dumps(CHATS, ensure_ascii=False) * 9)
     tokenizer = tokenizers.ByteLevelBPETokenizer()
@@ -72,13 +79,11 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(base):
-    (transformers,) = imported("transformers")
     return transformers.AutoTokenizer.from_pretrained(base)
 
 
 @pytest.fixture
 def model(base):
-    (transformers,) = imported("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
 
 
@@ -87,7 +92,6 @@ ARGS = SimpleNamespace(length=1000, beta=0.3)
 
 def tokenized(tokenizer, messages, args, first=0):
     """The only sample of a conversation."""
-    chat, *_ = imported("lib.chat")
     (sample,) = chat.samples_of(tokenizer, messages, args, first=first)
     return sample
 
@@ -111,7 +115,6 @@ def by_marks(tokenizer, template, messages):
 @pytest.mark.parametrize("template", LAST_TURNS)
 def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokenizer):
     """As the model is used: transformers marks the answers of the conversation up to each."""
-    (chat,) = imported("lib.chat")
     for messages in CHATS:
         expected = []
         for end in range(2, len(messages) + 1, 2):
@@ -128,7 +131,6 @@ def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokeni
 
 
 def test_contents_are_texts_or_an_error():
-    (chat,) = imported("lib.chat")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     assert chat.with_text({"role": "user", "content": parts})["content"] == "a b"
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
@@ -177,7 +179,6 @@ def gradient(model, loss):
 
 def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer):
     """In however many microbatches: their gradients are weighted as in a recipe's `train_step`."""
-    chat, sft = imported("lib.chat", "sft")
     samples = [tokenized(tokenizer, messages, ARGS) for messages in CHATS]
     exact = -torch.cat([by_hand(model, sample) for sample in samples]).mean()
     expected = gradient(model, exact)
@@ -205,7 +206,6 @@ def pairs_of(tokenizer):
 
 def test_dpo_is_the_papers_loss_and_gradient(model, tokenizer):
     """arXiv:2305.18290, equation 7 and the gradient below it, of each conversation alone."""
-    chat, preferences = imported("lib.chat", "preferences")
     pairs = pairs_of(tokenizer)
     reference = -10 * torch.rand(2, 2)
     ours = [[by_hand(model, sample).sum() for sample in pair] for pair in pairs]
@@ -242,7 +242,6 @@ PROMPT, OTHER = CHATS[1][:3], {"role": "assistant", "content": "no"}
 )
 def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     """Targets are of the last answer alone, and pairs without a difference are left out."""
-    chat, preferences = imported("lib.chat", "preferences")
     path = tmp_path / "pairs.jsonl"
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
     path.write_text("\n".join(map(json.dumps, [line, line, same, *[line] * 8])))
@@ -274,7 +273,6 @@ SYSTEM, USER, ANSWER = ({"role": role, "content": "a"} for role in ("system", "u
     ],
 )
 def test_no_message_of_a_prompt_is_dropped(prompt, answer):
-    (pairs,) = imported("lib.pairs")
     assert pairs.conversation(prompt, answer) == [SYSTEM, USER, ANSWER]
 
 
@@ -288,7 +286,6 @@ def test_no_message_of_a_prompt_is_dropped(prompt, answer):
     ],
 )
 def test_pairs_in_no_known_form_are_an_error(prompt, answer, error):
-    (pairs,) = imported("lib.pairs")
     with pytest.raises(ValueError, match=error):
         pairs.conversation(prompt, answer)
 
@@ -303,7 +300,6 @@ def write_pairs(path, count):
 def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path):
     """In a checkpoint after some steps, on two processes: of each pair, in the data's order, also
     of a last batch that is padded. A checkpoint has it, so a resumed run computes none."""
-    transformers, pairs = imported("transformers", "lib.pairs")
     lines = write_pairs(tmp_path / "pairs.jsonl", 41)
     flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
@@ -322,7 +318,6 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
 
 def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     """peft loads it onto the base. The base stays in 16 bits, what is trained has 32."""
-    transformers, peft, lora, sft = imported("transformers", "peft", "lora", "sft")
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": x}) for x in CHATS * 5))
     flags = ["--cpu", "--base", base, "--chats", tmp_path / "chats.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 4, "--lr", 1e-1, "--base-dtype", "bfloat16"]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import assert_one_line, make, write_wav
+from composed import Imported, assert_one_line, make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, forked
 from PIL import Image
 from safetensors.torch import save_file
@@ -22,16 +22,10 @@ from lib import coco, fcos, images, utterances
 
 pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module")
-def detection():
-    """They take seconds to import, since transformers does."""
-    return __import__("detection")
-
-
-@pytest.fixture(scope="module")
-def speech():
-    return __import__("speech")
+audio_utils = Imported("transformers.audio_utils")
+detection = Imported("detection")
+distance = Imported("nltk.metrics.distance")
+speech = Imported("speech")
 
 
 # -------------------------------------------------------------------------------------- detection
@@ -69,7 +63,7 @@ def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=ROUNDING_FLOAT32, atol=ROUNDING_FLOAT32)
 
 
-def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection):
+def test_losses_of_images_make_torchvisions_loss_of_their_batch():
     """Also its gradient; and they depend on no other image of the batch, nor on its size."""
     model, reference = both_models()
     batch = [
@@ -97,7 +91,7 @@ def test_losses_of_images_make_torchvisions_loss_of_their_batch(detection):
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
-def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(detection):
+def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training():
     model, reference = both_models()
     batch = coco.images_and_targets([labelled((50, 64), (3, 4, 30, 40)), labelled((64, 31))])
     torch.nn.init.constant_(model.head.regression_head.bbox_reg.bias, 1.0)  # boxes have an area
@@ -117,7 +111,7 @@ def test_an_evaluation_has_torchvisions_detections_and_the_loss_of_training(dete
         assert rows[:, 6].tolist() == one["labels"].tolist()
 
 
-def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does(detection):
+def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does():
     """All images become squares; BatchNorm is frozen, in training mode too."""
     args = SimpleNamespace(classes=91, size=96, resnet=50, norm="batch")
     with torch.device("meta"):
@@ -239,15 +233,14 @@ def test_each_image_counts_once_in_the_average_precision_of_two_processes(tmp_pa
 
 # ----------------------------------------------------------------------------------------- speech
 def test_spectra_are_those_of_transformers(tmp_path):
-    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
-
     integers = numpy.random.default_rng(0).integers(-9999, 9999, (2000, 2))
     write_wav(tmp_path / "a.wav", integers)
     samples = integers.mean(1) / 32768
     numpy.testing.assert_allclose(utterances.read_wav(tmp_path / "a.wav"), samples, atol=1e-7)
     options = {"fft_length": 512, "power": 2.0, "pad_mode": "constant", "mel_floor": 0}
-    options["mel_filters"] = mel_filter_bank(257, 80, 0, 8000, 16000)
-    bands = spectrogram(samples, window_function(400, "hann"), 400, 160, **options).T
+    options["mel_filters"] = audio_utils.mel_filter_bank(257, 80, 0, 8000, 16000)
+    window = audio_utils.window_function(400, "hann")
+    bands = audio_utils.spectrogram(samples, window, 400, 160, **options).T
     assert (bands > 1e-10).all(), "no triangle is between two frequencies"
     bands = numpy.log(bands)
     bands = (bands - bands.mean(0)) / numpy.sqrt(bands.var(0) + 1e-5)
@@ -258,7 +251,7 @@ def test_spectra_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_an_utterance_has_the_same_scores_in_any_batch(speech, evaluated):
+def test_an_utterance_has_the_same_scores_in_any_batch(evaluated):
     """As far as it is long, also where torch takes a faster path: in evaluations."""
     torch.manual_seed(0)
     model = speech.Recognizer(32, 2, 5).eval()
@@ -272,7 +265,7 @@ def test_an_utterance_has_the_same_scores_in_any_batch(speech, evaluated):
             assert_close(together[i, : count.item()], alone[0])
 
 
-def test_the_loss_is_that_of_all_alignments(speech):
+def test_the_loss_is_that_of_all_alignments():
     """Per character; of a text that does not fit it is 0."""
     torch.manual_seed(0)
     logits, lengths = torch.randn(4, 5, 3), torch.tensor([5, 4, 3, 2])
@@ -311,7 +304,7 @@ def test_utterances_that_are_too_short_are_those_without_an_alignment(tmp_path, 
     assert told in capsys.readouterr().err
 
 
-def test_a_file_is_transcribed_by_the_saved_weights(speech, tmp_path):
+def test_a_file_is_transcribed_by_the_saved_weights(tmp_path):
     torch.manual_seed(0)
     args = SimpleNamespace(width=32, layers=1, characters=" abc", output_dir=tmp_path)
     args.transcribe = tmp_path / "a.wav"
@@ -325,9 +318,7 @@ def test_a_file_is_transcribed_by_the_saved_weights(speech, tmp_path):
     assert speech.transcribe(args) == "".join(" abc"[x - 1] for x in path) != ""
 
 
-def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
-    from nltk.metrics.distance import edit_distance
-
+def test_the_word_error_rate_is_of_all_words_as_read_greedily():
     random.seed(0)
     args = SimpleNamespace(characters=" abc")
     batches = []
@@ -346,9 +337,9 @@ def test_the_word_error_rate_is_of_all_words_as_read_greedily(speech):
         batches += list(values["outputs"])
         for text, path, length in zip(texts, paths, lengths.tolist(), strict=True):
             said = "".join(" abc"[x - 1] for x, _ in itertools.groupby(path[:length]) if x)
-            wrong += edit_distance(text.split(), said.split())
+            wrong += distance.edit_distance(text.split(), said.split())
             words += len(text.split())
-            wrong_characters += edit_distance(text, said)
+            wrong_characters += distance.edit_distance(text, said)
             characters += len(text)
     assert speech.test_metrics(batches, args) == {
         "wer": pytest.approx(wrong / words),
@@ -431,12 +422,6 @@ def test_a_missing_file_and_an_empty_list_are_an_error_in_one_line(tmp_path):
     cases = {
         "No such file or directory: 'train.json'": [detection],
         "No such file or directory": [speech, "--train", "missing.tsv", "--test", "missing.tsv"],
-        "load_data: each of two DataLoaders needs": [
-            speech,
-            "--train",
-            "empty.tsv",
-            "--test",
-            "empty.tsv",
-        ],
+        "each of two DataLoaders needs": [speech, "--train", "empty.tsv", "--test", "empty.tsv"],
     }
     assert_one_line(cases, tmp_path, (1, 2), imports=["transformers", "pycocotools.cocoeval"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import assert_one_line, make
+from composed import Imported, assert_one_line, make
 from conftest import (
     ROUNDING,
     ROUNDING_FLOAT32,
@@ -25,6 +25,15 @@ from lib import json_lines, negatives
 
 pytestmark = pytest.mark.slow
 
+clip = Imported("clip")
+embeddings = Imported("embeddings")
+losses = Imported("sentence_transformers.sentence_transformer.losses")
+modules = Imported("sentence_transformers.sentence_transformer.modules")
+pooling = Imported("lib.pooling")
+reading = Imported("lib.captions")
+sentence_transformers = Imported("sentence_transformers")
+tokenizers = Imported("tokenizers")
+transformers = Imported("transformers")
 # The whole global batch at once, by plain autograd and other formulas, on one process.
 WHOLE = {"train_step": "whole_step", "test_metrics": "whole_metrics"}
 TEXTS = {"build_model": "model_in_float64"}
@@ -54,9 +63,6 @@ def written(path, recipe, task, chosen, more=""):
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """The flags of a training on 193 pairs. The test set has 20. The model has dropout."""
-    import tokenizers
-    import transformers
-
     directory = tmp_path_factory.mktemp("texts")
     generator = torch.Generator().manual_seed(0)
     words = "find open close read write file line name path text code list test".split()
@@ -87,20 +93,16 @@ def texts(tmp_path_factory):
 
 def with_pooling(directory, name, mode):
     """Save the model of `texts` as sentence-transformers does."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
-
     words = modules.Transformer(str(directory / "base"))
     layers = [words, modules.Pooling(16, pooling_mode=mode), modules.Normalize()]
-    SentenceTransformer(modules=layers, device="cpu").save(str(directory / name))
+    model = sentence_transformers.SentenceTransformer(modules=layers, device="cpu")
+    model.save(str(directory / name))
 
 
 @pytest.fixture(scope="module")
 def captions(tmp_path_factory):
     """A directory of 193 images with captions, and the base of a CLIP. At 16 x 20, of which the
     model sees 16 x 16, transformers and torchvision have the same center."""
-    import transformers
-
     directory = tmp_path_factory.mktemp("captions")
     generator = torch.Generator().manual_seed(0)
     with open(directory / "captions.jsonl", "w") as file:
@@ -119,8 +121,6 @@ def captions(tmp_path_factory):
 
 
 def clip_config(**of_text):
-    import transformers
-
     text = {**SIZES, "vocab_size": 300, "max_position_embeddings": 24, **of_text}
     vision = {**SIZES, "image_size": 16, "patch_size": 8}
     return transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
@@ -194,8 +194,6 @@ def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
 def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_path):
     """Each test pair counts once, also in the last batches, which are filled up on two processes;
     tokens behind the end of a text do not count. The reference embeds one text at a time."""
-    import transformers
-
     plain = make(tmp_path / "plain.py", "ddp", "embeddings")
     with_lora = make(tmp_path / "lora.py", "ddp", "embeddings", "lora")
     flags = [*texts.flags, "--batch-size", 4, "--max-steps", 12]
@@ -229,8 +227,6 @@ def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_p
 
 def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
     """The reference is the loss of the test set. A triple has two negatives of its own."""
-    from sentence_transformers import SentenceTransformer
-
     lines = (texts.directory / "pairs.jsonl").read_text().splitlines()
     triples = [json.loads(line) for line in lines]
     for row, other in zip(triples, triples[7:] + triples[:7], strict=True):
@@ -246,7 +242,7 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
     cls, whole, last = train(tmp_path, *runs)
     assert_same_training(cls, whole, atol=1e-4)
     for run in (cls, last):
-        model = SentenceTransformer(str(run.directory), device="cpu")
+        model = sentence_transformers.SentenceTransformer(str(run.directory), device="cpu")
         names = ("anchor", "positive", "negative_1", "negative_2")
         columns = [model.encode([row[name] for row in triples[::10]]) for name in names]
         vectors = [torch.tensor(column).double() for column in columns]
@@ -258,8 +254,6 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
 
 def symmetric_loss(scale):
     """That of sentence-transformers, of a list of embeddings."""
-    from sentence_transformers.sentence_transformer import losses
-
     both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
     loss = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=scale, **both)
     return lambda vectors: loss.compute_loss_from_embeddings(vectors, None)
@@ -289,9 +283,7 @@ def test_one_microbatch_that_is_the_whole_goes_through_the_model_once():
 def test_a_base_that_embeds_in_another_way_ends_with_one_line(
     modules, config, said, tmp_path, monkeypatch
 ):
-    from lib import pooling
-
-    monkeypatch.setattr(pooling, "exit_with_error", exit_by_exception)
+    monkeypatch.setattr("lib.pooling.exit_with_error", exit_by_exception)
     listed = [{"type": f"sentence_transformers.models.{x}", "path": "1"} for x in modules]
     (tmp_path / "modules.json").write_text(json.dumps(listed))
     (tmp_path / "1").mkdir()
@@ -301,8 +293,6 @@ def test_a_base_that_embeds_in_another_way_ends_with_one_line(
 
 
 def test_a_temperature_is_at_least_that_of_clip():
-    import embeddings
-
     model = torch.nn.Module()
     model.forward = lambda tokens, attention_mask: SimpleNamespace(
         last_hidden_state=F.one_hot(tokens, 9).float()
@@ -364,17 +354,12 @@ def test_rows_are_those_of_all_at_once(monkeypatch):
 @pytest.mark.parametrize("eos", [299, 2], ids=["the end's number", "that of old configs"])
 def test_images_and_captions_have_the_loss_and_the_gradients_of_transformers(eos, tmp_path):
     """Also captions of different lengths, which are padded."""
-    import transformers
-
-    import clip
-    from lib import captions
-
     torch.manual_seed(0)
     reference = transformers.CLIPModel(clip_config(eos_token_id=eos)).train()
     reference.save_pretrained(tmp_path)
     model = clip.build_model(SimpleNamespace(base=tmp_path))
     texts = [torch.tensor([298, *range(3, 3 + number), 299]) for number in (4, 1, 12, 2, 7)]
-    batch = captions.pad_captions([(torch.randn(3, 16, 16), text) for text in texts])
+    batch = reading.pad_captions([(torch.randn(3, 16, 16), text) for text in texts])
     values = clip.compute_loss(model, batch, None)
     pixels, tokens = batch
     masked = {"attention_mask": (tokens >= 0).long(), "input_ids": tokens.where(tokens >= 0, 299)}
@@ -393,8 +378,6 @@ def test_images_and_captions_have_the_loss_and_the_gradients_of_transformers(eos
 def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, tmp_path):
     """The reference reads the test set by the processors of transformers. The base has a lower
     temperature than 0.01, the lowest of the paper; each pair counts once, on two processes, too."""
-    import transformers
-
     base = tmp_path / "base"
     model = transformers.CLIPModel.from_pretrained(captions / "base")
     model.logit_scale.data.fill_(5.0)
@@ -438,10 +421,8 @@ def test_a_missing_image_is_one_line(captions, tmp_path):
 def test_captions_that_clip_cannot_read_end_with_one_line(
     length, of_text, line, captions, monkeypatch
 ):
-    from lib import captions as read
-
-    monkeypatch.setattr(read, "exit_with_error", exit_by_exception)
+    monkeypatch.setattr("lib.captions.exit_with_error", exit_by_exception)
     args = SimpleNamespace(length=length, base=captions / "base")
     with pytest.raises(Exit) as error:
-        read.tokenizer_of(args, clip_config(**of_text).text_config)
+        reading.tokenizer_of(args, clip_config(**of_text).text_config)
     assert line.format(base=args.base) in str(error.value)

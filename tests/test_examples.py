@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import imported, make, rates_of
+from composed import Imported, make, rates_of
 from conftest import NARROW, ROUNDING_FLOAT32, SMALL, load, train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -28,6 +28,18 @@ import second_optimizer
 from lib import order
 
 pytestmark = pytest.mark.slow
+
+fine_tune = Imported("fine_tune")
+fine_tuning = Imported("lib.fine_tuning")
+lora = Imported("lora")
+metrics = Imported("sklearn.metrics")
+parquet = Imported("pyarrow.parquet")
+peft = Imported("peft")
+pyarrow = Imported("pyarrow")
+segmentation = Imported("segmentation")
+table = Imported("table")
+tokenizers = Imported("tokenizers")
+transformers = Imported("transformers")
 
 
 def test_an_average_of_weights_is_that_of_a_sum_in_float64():
@@ -111,7 +123,6 @@ def test_fast_cifar_cuts_a_square_tests_both_mirror_images_and_decays_only_weigh
 def test_auroc_is_the_share_of_pairs_in_the_right_order():
     scores = torch.randint(5, (90,)).float()
     positive = torch.rand(90) < 0.3
-    (metrics,) = imported("sklearn.metrics")
     exact = metrics.roc_auc_score(positive, scores)
     assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
     # Of two classes both have this value; a third one has no samples.
@@ -221,7 +232,6 @@ def test_diffusion_makes_the_image_whose_noise_the_model_knows(tmp_path):
 
 
 def test_the_mean_iou_is_that_of_all_pixels_that_count():
-    (segmentation,) = imported("segmentation")
     logits, labels = torch.randn(9, 4, 5, 5), torch.randint(3, (9, 5, 5))
     labels[torch.rand(9, 5, 5) < 0.4] = 255
     labels[0] = 255
@@ -237,7 +247,6 @@ def test_the_mean_iou_is_that_of_all_pixels_that_count():
 
 
 def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
-    peft, lora = imported("peft", "lora")
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     trained = lora.with_lora(deepcopy(plain))
@@ -257,7 +266,6 @@ def test_an_adapter_in_peft_answers_as_the_trained_model(tmp_path):
 
 def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
     """Unless the weights were others than the base's: then it must not."""
-    tokenizers, transformers = imported("tokenizers", "transformers")
     size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(intermediate_size=8, vocab_size=300, **size)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
@@ -287,7 +295,6 @@ def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
 
 
 def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
-    pyarrow, parquet, table = imported("pyarrow", "pyarrow.parquet", "table")
     columns = {name: torch.randn(40).double().numpy() * 3 + 5 for name in "yab"}
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9, by_order=False)
@@ -308,7 +315,6 @@ def test_the_columns_file_of_a_table_gives_its_rows_back(tmp_path):
 
 
 def test_the_errors_of_a_table_are_those_of_each_row():
-    (table,) = imported("table")
     model, inputs, targets = torch.nn.Linear(3, 1), torch.randn(5, 3), torch.randn(5)
     values = table.compute_loss(model, (inputs, targets), None)
     errors = torch.cat([model(x) - y for x, y in zip(inputs, targets, strict=True)])
@@ -317,7 +323,6 @@ def test_the_errors_of_a_table_are_those_of_each_row():
 
 def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     """Also their shapes on the meta device."""
-    transformers, fine_tune = imported("transformers", "fine_tune")
     size = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "num_attention_heads": 2}
     config = transformers.LlamaConfig(intermediate_size=8, **size)
     saved = transformers.LlamaForCausalLM(config).bfloat16()
@@ -338,7 +343,7 @@ FINE_TUNED = ["sft", "preferences", "fine_tune", "text_classification", "embeddi
 
 @pytest.mark.parametrize("name", [*FINE_TUNED, "detection"])
 def test_pretrained_weights_are_trained_with_the_fields_defaults(name):
-    example, fine_tuning = imported(name, "lib.fine_tuning")
+    example = Imported(name)
     parser = argparse.ArgumentParser()
     parser.add_argument("--clip-norm", type=float)
     example.add_flags(parser)
@@ -347,7 +352,6 @@ def test_pretrained_weights_are_trained_with_the_fields_defaults(name):
 
 
 def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_warm_up():
-    transformers, fine_tuning = imported("transformers", "lib.fine_tuning")
     size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     for kind in ("Llama", "Bert"):
         config = getattr(transformers, f"{kind}Config")(intermediate_size=8, **size)
@@ -367,7 +371,7 @@ def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_warm_u
 
 @pytest.mark.parametrize("name", ["language_model", "diffusion", "gan"])
 def test_groups_of_parameters_keep_their_own_peak_rates(name):
-    (example,) = imported(name)
+    example = Imported(name)
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)]
     groups[0]["lr"] = 1e-6
     model = SimpleNamespace(parameters=lambda: groups)

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 import toy
-from composed import make, write_wav
+from composed import Imported, make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
 from torch.nn import functional as F
 
@@ -16,6 +16,8 @@ from lib import recognition, utterances
 
 pytestmark = pytest.mark.slow
 
+distance = Imported("nltk.metrics.distance")
+transformers = Imported("transformers")
 IMPORTS = ["transformers.models.wav2vec2.modeling_wav2vec2"]
 IMPORTS += ["transformers.models.whisper.modeling_whisper"]
 KINDS = ["wav2vec2", "whisper"]
@@ -33,9 +35,7 @@ def data(tmp_path_factory):
         (path / f"speech/{part}.tsv").write_text("\n".join(rows))
     with open(path / "speech/test.tsv", "a") as file:
         file.write("\ntest/0.wav\t" + 24 * "a")
-    from transformers import AutoModelForCTC
-
-    model = AutoModelForCTC.from_pretrained(path / "wav2vec2")
+    model = transformers.AutoModelForCTC.from_pretrained(path / "wav2vec2")
     model.lm_head.weight.data *= 100  # or it would predict blanks alone
     model.save_pretrained(path / "wav2vec2")
     return path
@@ -63,11 +63,10 @@ def utterances_of(data):
 
 def loaded(directory):
     """The model and the processor that transformers loads."""
-    from transformers import AutoConfig, AutoModelForCTC, AutoModelForSpeechSeq2Seq, AutoProcessor
-
-    is_whisper = AutoConfig.from_pretrained(directory).is_encoder_decoder
-    auto = AutoModelForSpeechSeq2Seq if is_whisper else AutoModelForCTC
-    return auto.from_pretrained(directory).eval(), AutoProcessor.from_pretrained(directory)
+    is_whisper = transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder
+    auto = transformers.AutoModelForSpeechSeq2Seq if is_whisper else transformers.AutoModelForCTC
+    processor = transformers.AutoProcessor.from_pretrained(directory)
+    return auto.from_pretrained(directory).eval(), processor
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,12 +93,9 @@ def test_the_loss_is_that_of_transformers_for_each_utterance_alone(kind, data, r
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pipeline_of_transformers_transcribes_with_the_errors_of_the_run(kind, data, runs):
-    from nltk.metrics.distance import edit_distance
-    from transformers import pipeline
-
     texts = utterances_of(data)
     transcribe = {
-        name: pipeline("automatic-speech-recognition", str(directory), device="cpu")
+        name: transformers.pipeline("automatic-speech-recognition", str(directory), device="cpu")
         for name, directory in (("run", runs[kind].directory), ("base", data / kind))
     }
     greedy = {"generate_kwargs": {"num_beams": 1}} if kind == "whisper" else {}
@@ -115,7 +111,7 @@ def test_the_pipeline_of_transformers_transcribes_with_the_errors_of_the_run(kin
     for name, parts in (("wer", str.split), ("cer", list)):
         truth = [parts(text) for text, _ in texts]
         pairs = zip(truth, map(parts, found["run"]), strict=True)
-        wrong = sum(edit_distance(*pair) for pair in pairs)
+        wrong = sum(distance.edit_distance(*pair) for pair in pairs)
         assert runs[kind].summary[f"test_{name}"] == close(wrong / sum(map(len, truth)))
 
 

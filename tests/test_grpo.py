@@ -7,11 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import assert_one_line, imported, make
+from composed import Imported, assert_one_line, make
 from conftest import train_forked
 
 pytestmark = pytest.mark.slow
 
+completions = Imported("lib.completions")
+grpo = Imported("grpo")
+lora = Imported("lora")
+policy = Imported("lib.policy")
+transformers = Imported("transformers")
 PROMPTS = ["1 + 1", "a longer prompt, of many words", "x", "Why?"]
 
 
@@ -31,14 +36,12 @@ def args(base):
 
 @pytest.fixture
 def model(base):
-    (transformers,) = imported("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
 
 
 @pytest.fixture
 def batch(args):
     """That of four prompts, of several lengths."""
-    (completions,) = imported("lib.completions")
     tokenizer = completions.tokenizer_of(args.base)
     lines = [{"prompt": text, "pattern": ".*"} for text in PROMPTS]
     rows = [(completions.prompt_tokens(tokenizer, line, args), line) for line in lines]
@@ -54,7 +57,6 @@ def by_hand(model, prompt, completion, temperature):
 
 
 def test_a_random_number_draws_a_token_as_often_as_it_is_probable():
-    (completions,) = imported("lib.completions")
     scores, count = 2 * torch.randn(7), 10000
     numbers = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
     chosen = completions.Draw(numbers, 1.7)(None, scores.expand(count, 7)).argmax(1)
@@ -65,7 +67,6 @@ def test_a_random_number_draws_a_token_as_often_as_it_is_probable():
 def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformers(
     model, args, batch
 ):
-    (completions,) = imported("lib.completions")
     prompts, _, numbers = batch
     drawn, texts = completions.complete(model, prompts, numbers[:, 0], args)
     other, _ = completions.complete(model, prompts, numbers[:, 1], args)
@@ -80,7 +81,6 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
 
 
 def test_the_end_of_a_completion_counts_and_what_is_behind_does_not(model, args, batch):
-    (completions,) = imported("lib.completions")
     tokenizer = completions.tokenizer_of(args.base)
     given = torch.tensor([[5, 2, 7], [5, 6, 7], [2, 2, 2], [5, 6, 2]])
     model.generate = lambda input_ids, **_: torch.cat((input_ids, given), dim=1)
@@ -97,7 +97,6 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
     """arXiv:2402.03300, equation 3, and equation 4 for the divergence from another model. Two
     prompts have completions of 100 and of 900 tokens (huggingface/trl#7206). Microbatches are
     weighted as in a recipe's `train_step`."""
-    transformers, policy = imported("transformers", "lib.policy")
     args.beta, args.mean_over, args.base = beta, mean_over, str(tmp_path)
     size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=1, **size)
@@ -142,7 +141,6 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
 
 
 def test_with_lora_the_base_is_the_model_without_its_adapter(model, args, batch):
-    policy, lora = imported("lib.policy", "lora")
     prompts = batch[0]
     inputs = prompts, torch.randint(3, 999, (4, 5)), 1.0
     before = policy.log_probabilities(model, *inputs)
@@ -169,7 +167,6 @@ def test_with_lora_the_base_is_the_model_without_its_adapter(model, args, batch)
     ],
 )
 def test_a_reward_is_for_the_last_number_or_for_a_pattern(completion, line, expected):
-    (grpo,) = imported("grpo")
     assert grpo.reward(completion, line) == expected
 
 

@@ -6,16 +6,20 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import assert_one_line, make, write_photos
+from composed import Imported, assert_one_line, make, write_photos
 from PIL import Image
 from torchvision.transforms.v2 import Identity
 
 pytestmark = pytest.mark.slow
 
+captions = Imported("lib.captions")
+coco = Imported("lib.coco")
+photos = Imported("photos")
+segmentation = Imported("segmentation")
+tar_shards = Imported("tar_shards")
+
 
 def of_photos(path):
-    import photos
-
     for part in ("train", "test"):
         folder = path.parent / part / "only"
         folder.mkdir(parents=True)
@@ -25,8 +29,6 @@ def of_photos(path):
 
 
 def of_detection(path):
-    from lib import coco
-
     content = {"images": [{"id": 1, "file_name": path.name}], "annotations": []}
     content["categories"] = [{"id": 1}]
     path.with_suffix(".json").write_text(json.dumps(content))
@@ -34,8 +36,6 @@ def of_detection(path):
 
 
 def of_clip(path):
-    from lib import captions
-
     def tokenize(caption):
         return {"input_ids": [1]}
 
@@ -43,15 +43,11 @@ def of_clip(path):
 
 
 def of_segmentation(path):
-    import segmentation
-
     Image.new("L", (8, 12)).save(path.with_suffix(".png"))
     return segmentation.Masks([path], 4, Identity())[0][0]
 
 
 def of_shards(path):
-    import tar_shards
-
     sample = {"png": path.read_bytes(), "cls": b"0", "__key__": path.name}
     return tar_shards.decode(Identity(), sample)[0]
 
@@ -116,8 +112,6 @@ def masks(directory, *values):
 
 
 def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
-    import segmentation
-
     paths = masks(tmp_path, [0, 1, 3, 255], [0, 1, 1, 4], [255, 255, 0, 0])
     data = segmentation.Masks(paths, 4, Identity())
     assert data[0][1].unique().tolist() == [0, 1, 3, 255]

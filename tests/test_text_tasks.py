@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import make
+from composed import Imported, make
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
 
 from ddp_cifar import SeededSamples
@@ -18,6 +18,17 @@ from lib import entities, ranking, rows
 
 pytestmark = pytest.mark.slow
 
+losses = Imported("sentence_transformers.cross_encoder.losses")
+masked_lm = Imported("masked_lm")
+metrics = Imported("seqeval.metrics")
+parquet = Imported("pyarrow.parquet")
+pyarrow = Imported("pyarrow")
+reranker = Imported("reranker")
+sacrebleu = Imported("sacrebleu")
+sentence_transformers = Imported("sentence_transformers")
+seq2seq = Imported("seq2seq")
+sklearn_metrics = Imported("sklearn.metrics")
+transformers = Imported("transformers")
 IMPORTS = ["transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"]
 IMPORTS += ["sacrebleu", "rouge_score.rouge_scorer"]
 close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
@@ -72,8 +83,6 @@ def args_of(run):
 
 
 def test_entities_are_those_of_seqeval_in_all_its_schemes():
-    from seqeval import metrics
-
     drawn = random.Random(0)
     for tags in ("O B-X I-X B-Y I-Y", "O I-X I-Y B-X", "O B-X I-X E-X S-X B-Y I-Y E-Y S-Y"):
         pairs = []
@@ -91,12 +100,9 @@ def test_entities_are_those_of_seqeval_in_all_its_schemes():
 
 def test_the_f1_of_a_run_is_seqevals_of_what_transformers_loads(runs):
     """And its loss is that of transformers; it and the accuracy are means over all words."""
-    from seqeval.metrics import f1_score
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
-
     run = runs["token_classification"]
-    model = AutoModelForTokenClassification.from_pretrained(run.directory).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run.directory)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(run.directory).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
     truth, found, losses = [], [], 0
     for words, tags in entities.read_conll(str(run.summary["test"])):
         # The first token of a word is the one in which, or behind which, its text begins.
@@ -112,7 +118,7 @@ def test_the_f1_of_a_run_is_seqevals_of_what_transformers_loads(runs):
         predicted = answer.logits[0].argmax(1).tolist()
         truth.append(tags)
         found.append([model.config.id2label[predicted[i]] for i in first])
-    assert run.summary["test_f1"] == pytest.approx(f1_score(truth, found))
+    assert run.summary["test_f1"] == pytest.approx(metrics.f1_score(truth, found))
     assert 0 < run.summary["test_f1"] < 1, "or it would be no test"
     right = [x == y for pair in zip(truth, found, strict=True) for x, y in zip(*pair, strict=True)]
     assert run.summary["test_loss"] == close(losses / len(right))
@@ -122,12 +128,9 @@ def test_the_f1_of_a_run_is_seqevals_of_what_transformers_loads(runs):
 
 def test_the_bleu_of_a_run_is_sacrebleus_of_what_transformers_loads(runs):
     """And its loss is that of transformers."""
-    import sacrebleu
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
     run = runs["seq2seq"]
-    model = AutoModelForSeq2SeqLM.from_pretrained(run.directory).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run.directory)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(run.directory).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
     test = rows.read_rows(run.summary["test"], ("source", str), ("target", str))
     found, losses, tokens = [], 0, 0
     for source, target in test:
@@ -145,12 +148,8 @@ def test_the_bleu_of_a_run_is_sacrebleus_of_what_transformers_loads(runs):
 
 
 def test_rouge_is_the_mean_f_measure_over_the_test_set(runs):
-    from transformers import AutoTokenizer
-
-    import seq2seq
-
     args = SimpleNamespace(base=args_of(runs["seq2seq"]).base, score="rouge")
-    encode = AutoTokenizer.from_pretrained(args.base)
+    encode = transformers.AutoTokenizer.from_pretrained(args.base)
     outputs = [(encode(x)["input_ids"], y) for x, y in [("a b c", "a b c"), ("a x b", "a b y z")]]
     # Of the second: 2 of 3 and of 4 words; no pair of words; "a b" in this order.
     second = 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
@@ -159,13 +158,9 @@ def test_rouge_is_the_mean_f_measure_over_the_test_set(runs):
 
 
 def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
-    from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-    import masked_lm
-
     run = runs["masked_lm"]
-    model = AutoModelForMaskedLM.from_pretrained(run.directory).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run.directory)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(run.directory).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
     samples = SeededSamples(masked_lm.Masked(run.summary["test"], tokenizer, args_of(run)), 0)
     inputs, targets = map(torch.stack, zip(*[samples[i] for i in range(len(samples))], strict=True))
     with torch.no_grad():
@@ -178,18 +173,14 @@ def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
 
 def test_masks_have_the_shares_of_transformers(runs):
     """Of the tokens, of the masks, of the kept ones; special tokens are never masked."""
-    from transformers import AutoTokenizer, DataCollatorForLanguageModeling
-
-    import masked_lm
-
     args = args_of(runs["masked_lm"])
-    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.base)
     data = masked_lm.Masked(args.train, tokenizer, args)
     samples = SeededSamples(data, 0)
     ours = map(torch.stack, zip(*[samples[i] for i in range(len(data))], strict=True))
     torch.manual_seed(0)
     whole = [{"input_ids": x} for x in data.sequences]
-    theirs = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)(whole)
+    theirs = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)(whole)
     shares = []
     for inputs, targets in (ours, (theirs["input_ids"], theirs["labels"])):
         chosen = targets >= 0
@@ -204,17 +195,13 @@ def test_masks_have_the_shares_of_transformers(runs):
 
 
 def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_path):
-    from sentence_transformers import CrossEncoder
-    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-    from sklearn.metrics import ndcg_score
-
     run = runs["reranker"]
-    model = CrossEncoder(str(run.directory), device="cpu")
+    model = sentence_transformers.CrossEncoder(str(run.directory), device="cpu")
     names = ("query", nonempty), ("document", nonempty), ("label", float)
     test = rows.read_rows(run.summary["test"], *names)
     queries, documents, labels = zip(*test, strict=True)
     with torch.no_grad():
-        loss = BinaryCrossEntropyLoss(model)([queries, documents], torch.tensor(labels))
+        loss = losses.BinaryCrossEntropyLoss(model)([queries, documents], torch.tensor(labels))
     assert run.summary["test_loss"] == close(loss.item())
     scores = model.predict([*zip(queries, documents, strict=True)])
     gains, ranks = [], []
@@ -222,7 +209,7 @@ def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_
         of_query = [i for i, other in enumerate(queries) if other == query]
         truth = [labels[i] for i in of_query]
         if any(truth):
-            gains.append(ndcg_score([truth], [[scores[i] for i in of_query]], k=10))
+            gains.append(sklearn_metrics.ndcg_score([truth], [[scores[i] for i in of_query]], k=10))
             best = sorted(of_query, key=lambda i: -scores[i])
             ranks.append(1 / (1 + [labels[i] > 0 for i in best].index(True)))
     assert run.summary["test_ndcg_at_10"] == close(sum(gains) / len(gains))
@@ -234,15 +221,11 @@ nonempty = rows.nonempty_text
 
 
 def test_of_a_query_and_a_document_the_longer_one_is_cut_off(runs):
-    from transformers import AutoTokenizer
-
-    import reranker
-
     args = args_of(runs["reranker"])
     args.length = 10
     _, test = reranker.load_data(args, SimpleNamespace(is_main_process=False))
     tokens = next(iter(test))["input_ids"]
-    texts = AutoTokenizer.from_pretrained(args.base).batch_decode(tokens)
+    texts = transformers.AutoTokenizer.from_pretrained(args.base).batch_decode(tokens)
     assert tokens.shape == (8, 10) and all(x.startswith("<s>0</s>0 ") for x in texts)
 
 
@@ -300,11 +283,8 @@ def test_a_row_that_cannot_be_read_is_one_line(name, tmp_path, monkeypatch):
 
 
 def test_rows_of_csv_parquet_and_json_lines_are_the_same(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
     table = {"x": ["a, b", 'c "d"'], "y": ["1", "line\nline"]}
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text('y,z,x\n1,,"a, b"\n"line\nline",,"c ""d"""\n')
     values = [*zip(*table.values(), strict=True)]
     lines = [json.dumps({"x": x, "y": y}) for x, y in values]

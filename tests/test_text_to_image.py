@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import imported, make
+from composed import Imported, make
 from conftest import train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -14,6 +14,12 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("diffusers", reason="no diffusers for these versions")
 pytestmark = pytest.mark.slow
 
+diffusers = Imported("diffusers")
+latents = Imported("lib.latents")
+lora = Imported("lora")
+text_to_image = Imported("text_to_image")
+torchvision = Imported("torchvision")
+transformers = Imported("transformers")
 IMPORTS = ["peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 IMPORTS += ["diffusers.models.unets.unet_2d_condition", "transformers.models.clip.modeling_clip"]
 
@@ -36,7 +42,6 @@ def args(base):
 
 def test_images_and_captions_are_encoded_as_their_models_do(base, args):
     """Each alone, by the models themselves."""
-    diffusers, transformers, latents = imported("diffusers", "transformers", "lib.latents")
     rows = [(f"{i}.png", f"{'a ' * i}red ellipse") for i in range(7)]
     means, deviations, texts = latents.encode(rows, args, "cpu")
     vae = diffusers.AutoencoderKL.from_pretrained(base, subfolder="vae")
@@ -59,7 +64,6 @@ def test_images_and_captions_are_encoded_as_their_models_do(base, args):
 def test_noise_and_target_are_those_of_the_formula(kind):
     """Of arXiv:2006.11239, equation 4, and arXiv:2202.00512, section 4: a sample's random numbers
     are the same whenever it is read after the same seed."""
-    diffusers, latents = imported("diffusers", "lib.latents")
     scheduler = diffusers.DDPMScheduler(prediction_type=kind)
     mean, deviation, texts = torch.randn(3, 4, 8, 8), torch.rand(3, 4, 8, 8), torch.randn(3, 5, 2)
     samples = latents.Noisy([mean, deviation, texts], scheduler)
@@ -81,7 +85,6 @@ def test_noise_and_target_are_those_of_the_formula(kind):
 
 
 def test_the_loss_is_the_squared_error_at_each_image_s_time_and_caption(args):
-    (text_to_image,) = imported("text_to_image")
     torch.manual_seed(0)
     model = text_to_image.build_model(args).eval()
     noisy, target = torch.randn(2, 2, 4, 16, 16)
@@ -93,8 +96,7 @@ def test_the_loss_is_the_squared_error_at_each_image_s_time_and_caption(args):
 
 
 def test_every_tenth_image_is_in_the_test_set_and_no_other(args, monkeypatch):
-    (text_to_image,) = imported("text_to_image")
-    monkeypatch.setattr(text_to_image, "encoded_once", lambda rows, *_: [torch.zeros(len(rows))])
+    monkeypatch.setattr("text_to_image.encoded_once", lambda rows, *_: [torch.zeros(len(rows))])
     train, test = (x.dataset.indices for x in text_to_image.load_data(args, None))
     assert [*test] == [0, 10, 20, 30] and sorted([*train, *test]) == [*range(32)]
 
@@ -108,7 +110,6 @@ def answer(model):
 
 def assert_loads_adapter(directory, args):
     """The pipeline's answers are those of the trained model in a run's directory."""
-    diffusers, lora, text_to_image = imported("diffusers", "lora", "text_to_image")
     trained = lora.with_lora(text_to_image.build_model(args))
     before = answer(trained)
     trained.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
@@ -120,7 +121,6 @@ def assert_loads_adapter(directory, args):
 
 
 def test_diffusers_loads_what_is_saved_an_adapter_or_the_whole_model(args, tmp_path):
-    diffusers, lora, text_to_image = imported("diffusers", "lora", "text_to_image")
     args.output_dir = str(tmp_path)
     main = SimpleNamespace(is_main_process=True)
     model = text_to_image.build_model(args)
@@ -148,7 +148,6 @@ def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
     flags += ["--prompt", "a red ellipse on blue", "--lr", 1e-2, "--max-steps", 3]
     (run,) = train_forked(tmp_path, (2, script, flags), imports=IMPORTS)
     assert_loads_adapter(run.directory, args)
-    diffusers, torchvision = imported("diffusers", "torchvision")
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(base)
     pipeline.load_lora_weights(run.directory)
     options = {"num_inference_steps": 2, "num_images_per_prompt": 4, "output_type": "pt"}
@@ -162,12 +161,11 @@ def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
 
 def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch):
     """Of the same images and captions. Of others, or at another size, it encodes again."""
-    (latents,) = imported("lib.latents")
     accelerator = SimpleNamespace(is_main_process=True, device="cpu")
     accelerator.main_process_first = lambda: torch.no_grad()
     calls = []
     monkeypatch.setattr(
-        latents, "encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
+        "lib.latents.encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
     )
     args.output_dir = str(tmp_path)
     for caption, args.size, expected in (("a", 32, 1), ("a", 32, 1), ("b", 32, 2), ("a", 64, 3)):

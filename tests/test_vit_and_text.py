@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 import torchvision
-from composed import make, rates_of, write_photos
+from composed import Imported, make, rates_of, write_photos
 from conftest import ROUNDING_FLOAT32, Exit, assert_same_training, exit_by_exception, train_forked
 
 import pipeline_cifar
@@ -19,6 +19,15 @@ from lib.mixed import Mixed
 from lib.vit_layers import model_blocks
 
 pytestmark = pytest.mark.slow
+
+lora = Imported("lora")
+metrics = Imported("sklearn.metrics")
+parquet = Imported("pyarrow.parquet")
+pyarrow = Imported("pyarrow")
+table = Imported("table")
+text_classification = Imported("text_classification")
+tokenizers = Imported("tokenizers")
+transformers = Imported("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +131,6 @@ def test_sizes_that_do_not_fit_are_an_error(small, sizes, monkeypatch):
 
 def test_lora_adapts_only_layers_that_the_vit_calls(small):
     """DDP would wait for the gradients of the others."""
-    import lora
-
     model = vit.build_model(small)
     torch.nn.init.normal_(model.heads.head.weight)
     model = lora.with_lora(model)
@@ -225,14 +232,10 @@ def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, 
 
 
 def test_macro_f1_is_the_mean_over_the_classes_that_occur():
-    from sklearn.metrics import f1_score
-
-    import text_classification
-
     truth, predicted = [0, 0, 1, 3, 3, 3, 0, 1], [0, 1, 1, 4, 3, 3, 0, 4]
     outputs = list(torch.tensor([truth, predicted]).T)
     results = text_classification.test_metrics(outputs, None)
-    exact = f1_score(truth, predicted, average="macro", zero_division=0)
+    exact = metrics.f1_score(truth, predicted, average="macro", zero_division=0)
     assert results == {"macro_f1": pytest.approx(exact, rel=1e-6)}
 
 
@@ -254,9 +257,6 @@ def texts(count, seed):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A directory with a tokenizer and a BERT of one layer with random weights."""
-    import tokenizers
-    import transformers
-
     directory = tmp_path_factory.mktemp("base")
     words = ["<pad>", "<unk>", *" ".join(WORDS.values()).split()]
     model = tokenizers.models.WordLevel({x: i for i, x in enumerate(words)}, unk_token="<unk>")
@@ -272,18 +272,12 @@ def base(tmp_path_factory):
 
 
 def write_parquet(path, columns):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path):
     """On one process and two, whose last batch is filled up. Labels are strings or integers, in
     Parquet or JSON lines; what the run has written loads in transformers."""
-    import transformers
-    from sklearn.metrics import f1_score
-
     train, test = texts(128, seed=1), texts(43, seed=2)
     numbers = {"cold": 20, "hot": 3, "wet": 100}
     kinds = {"strings": {x: x for x in WORDS}, "numbers": numbers}
@@ -307,7 +301,7 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
         predicted = [x["label"] for x in classify([text for text, _ in test])]
         truth = [str(names[label]) for _, label in test]
         assert len({*predicted}) == 3 and predicted != truth, "or it would be no test"
-        expected = f1_score(truth, predicted, average="macro", zero_division=0)
+        expected = metrics.f1_score(truth, predicted, average="macro", zero_division=0)
         assert run.summary["test_macro_f1"] == pytest.approx(expected, abs=1e-6)
         right = sum(a == b for a, b in zip(truth, predicted, strict=True))
         assert run.summary["test_accuracy"] == pytest.approx(right / 43, abs=1e-6)
@@ -315,8 +309,6 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path)
 
 def test_an_adapter_has_the_new_head_of_a_classifier(base, tmp_path):
     """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
-    import transformers
-
     for name, samples in {"train": texts(128, seed=1), "test": texts(43, seed=2)}.items():
         lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
@@ -347,11 +339,8 @@ WRONG = {
 
 @pytest.mark.parametrize("said", WRONG)
 def test_columns_that_do_not_fit_are_an_error_in_one_line(said, tmp_path, monkeypatch):
-    import text_classification
-    from lib import rows
-
-    for module in (text_classification, rows):
-        monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
+    for module in ("text_classification", "lib.rows"):
+        monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
     write_parquet(tmp_path / "a.parquet", WRONG[said])
     args = SimpleNamespace(text="text", label="label", train="train.parquet")
     config = SimpleNamespace(label2id={"1": 0, "2": 1})
@@ -360,9 +349,7 @@ def test_columns_that_do_not_fit_are_an_error_in_one_line(said, tmp_path, monkey
 
 
 def test_a_table_in_csv_has_the_same_rows_and_other_columns_are_named(tmp_path, monkeypatch):
-    import table
-
-    monkeypatch.setattr(table, "exit_with_error", exit_by_exception)
+    monkeypatch.setattr("table.exit_with_error", exit_by_exception)
     write_parquet(tmp_path / "t.parquet", {"a": [*range(20)], "y": [x / 7 for x in range(20)]})
     text = "".join(f"{x},{x / 7!r}\n" for x in range(20))
     (tmp_path / "t.csv").write_text(f"a,y\n{text}")
@@ -384,8 +371,6 @@ def test_a_table_in_csv_has_the_same_rows_and_other_columns_are_named(tmp_path, 
 
 def test_by_order_the_last_tenth_of_a_table_is_the_test_set(tmp_path):
     """And only the rows before it are in the statistics."""
-    import table
-
     time = numpy.arange(47.0)
     write_parquet(tmp_path / "t.parquet", {"time": time, "y": time**2})
     args = SimpleNamespace(table=tmp_path / "t.parquet", target="y", batch_size=9)
