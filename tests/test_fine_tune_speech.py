@@ -12,11 +12,13 @@ from composed import Imported, make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
 from torch.nn import functional as F
 
-from lib import recognition, utterances
+from lib import utterances
 
 pytestmark = pytest.mark.slow
 
 distance = Imported("nltk.metrics.distance")
+fine_tune_speech = Imported("fine_tune_speech")
+recognition = Imported("lib.recognition")
 transformers = Imported("transformers")
 IMPORTS = ["transformers.models.wav2vec2.modeling_wav2vec2"]
 IMPORTS += ["transformers.models.whisper.modeling_whisper"]
@@ -142,7 +144,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_utterance_is_one_line_with_file_and_row(case, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(recognition, "exit_with_error", exit_by_exception)
+    monkeypatch.setattr("lib.recognition.exit_with_error", exit_by_exception)
     kind, text, seconds, error = WRONG[case]
     write_wav(tmp_path / "good.wav", numpy.zeros((16000, 1)))
     write_wav(tmp_path / "wrong.wav", numpy.zeros((round(16000 * seconds), 1)))
@@ -154,7 +156,6 @@ def test_a_wrong_utterance_is_one_line_with_file_and_row(case, data, tmp_path, m
 
 @pytest.mark.parametrize(("kind", "language"), [("wav2vec2", "english"), ("whisper", None)])
 def test_a_language_is_for_a_whisper_of_many_languages(kind, language, data, monkeypatch):
-    module = __import__("fine_tune_speech")
-    monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
+    monkeypatch.setattr("fine_tune_speech.exit_with_error", exit_by_exception)
     with pytest.raises(Exit, match="argument --language: a Whisper of many languages needs it"):
-        module.build_model(SimpleNamespace(base=str(data / kind), language=language))
+        fine_tune_speech.build_model(SimpleNamespace(base=str(data / kind), language=language))

@@ -11,7 +11,6 @@ from conftest import train_forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("diffusers", reason="no diffusers for these versions")
 pytestmark = pytest.mark.slow
 
 diffusers = Imported("diffusers")
