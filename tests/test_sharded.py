@@ -313,8 +313,8 @@ def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(d
 
 @pytest.mark.slow
 def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_path):
-    """A weight with two names is written once. A buffer of two modules is in no state dict. Of
-    BatchNorm, all evaluate with the statistics of the main process."""
+    """A weight with two names is written once. A buffer of two modules is in no state dict. Ranks
+    share one that a module replaces; of BatchNorm they evaluate with that of the main process."""
     text = project("sharded", build_model="Tied") + IN_FLOAT64
     scripts = [
         copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=text)

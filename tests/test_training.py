@@ -38,16 +38,6 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
 
 
 @pytest.mark.slow
-def test_ranks_share_a_buffer_that_a_module_replaces(tmp_path):
-    flags = [*SMALL, "--batch-size", 16, "--max-steps", 4]
-    recipes = ("ddp_cifar", "sharded_cifar")
-    text = project("training", build_model="centered_model", shard_units="no_units")
-    scripts = [copy(x, tmp_path / f"{x}.py", LITTLE_DATA, project=text) for x in recipes]
-    for run in train_forked(tmp_path, *((2, script, flags) for script in scripts)):
-        assert run.weights["0.center"] != 0 and len(run.train) == 4
-
-
-@pytest.mark.slow
 def test_random_numbers_of_a_step_are_the_same_on_any_number_of_processes(tmp_path):
     """Dropout and a random loss: by step and microbatch, not by rank."""
     text = project("training", build_model="model_with_dropout", compute_loss="random_loss")

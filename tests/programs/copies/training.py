@@ -1,33 +1,11 @@
 """For copies in test_training.py and test_gpu.py: models, a loss, an optimizer."""
 
 import torch
-from accelerate import utils
 from torch import nn
 
-from ddp_cifar import build_model, compute_loss
+from ddp_cifar import compute_loss
 
-plain_loss, plain_model = compute_loss, build_model
-
-
-class Centered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("center", torch.zeros(()))
-
-    def forward(self, x):
-        centers = utils.gather(self.center[None]).unique()
-        assert len(centers) == 1, f"the ranks have centers {centers}"
-        if self.training:
-            self.center = 0.9 * self.center + 0.1 * x.detach().mean()  # another tensor
-        return x - self.center
-
-
-def centered_model(args):
-    return plain_model(args).insert(0, Centered())
-
-
-def no_units(model):
-    return []  # they have to have parameters of their own
+plain_loss = compute_loss
 
 
 def model_with_dropout(args):
