@@ -8,6 +8,8 @@ import sys
 
 import pytest
 from conftest import (
+    ACCELERATE,
+    CONFIGS,
     ROOT,
     ROUNDING,
     SMALL,
@@ -77,21 +79,22 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(re
     assert "workers" in result.summary and "data_dir" not in result.summary
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+ALONE = [sys.executable]
+ON_TWO = [ACCELERATE, "launch", "--config_file", CONFIGS[2]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "launcher"),
     [
-        ("amp_cifar", []),
-        ("sharded_cifar", []),
-        ("data_parallel_cifar", []),
-        ("pipeline_cifar", TORCHRUN),
+        ("amp_cifar", ALONE),
+        ("sharded_cifar", ALONE),
+        ("data_parallel_cifar", ALONE),
+        ("pipeline_cifar", ON_TWO),
     ],
 )
 def test_a_recipe_trains_in_an_interpreter_of_its_own(recipe, launcher, tmp_path):
     """A fork would not show a missing import, or an error at the end of the interpreter."""
-    command = [sys.executable, *launcher, ROOT / f"recipes/{recipe}.py", *SMALL]
+    command = [*launcher, ROOT / f"recipes/{recipe}.py", *SMALL]
     process = run([*command, "--batch-size", 8, "--max-steps", 1, "--output-dir", tmp_path])
     assert "Traceback" not in process.stderr and outputs(tmp_path).train[-1]["step"] == 1
