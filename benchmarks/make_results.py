@@ -90,7 +90,7 @@ def draw_curve(summary, metrics, path):
         percent = [100 * line[name] for line in chosen]
         axes.plot(epochs, percent, label=labels[event], linewidth=1 if event == "train" else 2)
     title = "{recipe}, {precision}, {world_size} processes, batch {batch_size} per process\n"
-    title += f"{date.fromtimestamp(lines[-1]['time'])}, {{device}}, commit {{commit:.7}}"
+    title += f"{date.fromtimestamp(lines[-1]['time'])}, {{device}}, {{versions}}"
     axes.set_title(title.format(**summary), fontsize="medium")
     axes.set(xlabel="epoch", ylabel="accuracy in %", ylim=(0, 100))
     axes.grid(alpha=0.3)
