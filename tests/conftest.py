@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slurm_cluster import free_ports
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
@@ -175,6 +176,21 @@ def pytest_collection_modifyitems(items):
     """The files that take longest begin first: at the end no worker waits for another one."""
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+class ByFile(LoadFileScheduling):
+    """A worker takes the tests of a file, which share runs, but those of test_adapting.py take
+    longest by far and share none: it takes those of one recipe."""
+
+    def _split_scope(self, nodeid):
+        path, _, name = nodeid.partition("::")
+        recipe = name.split("-")[1:2] if path.endswith("test_adapting.py") else []
+        return "::".join([path, *recipe])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 def pytest_collection_finish():

@@ -15,6 +15,8 @@ FORGETFUL = (
     '            if is_wanted and name != "optimizer":\n',
 )
 LEAVES_A_PROCESS = """
+import subprocess
+
 plain_step = train_step
 
 
