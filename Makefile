@@ -75,8 +75,8 @@ results: $(READY)  ##m put the results into the pages; ARGS="--publish runs/benc
 	$(MATPLOTLIB)
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
-test: $(READY)  ##m run the tests but those marked twin; ARGS="-k configs" selects some
-	$(BIN)/python -m pytest $(WORKERS) -m "not twin" $(ARGS)
+test: $(READY)  ##m run the tests but those marked twin or cluster; ARGS="-k configs" selects some
+	$(BIN)/python -m pytest $(WORKERS) -m "not twin and not cluster" $(ARGS)
 
 test-all: $(READY)  ##m run all tests, with twins: cases that another recipe's case covers nearly whole
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)

@@ -87,9 +87,9 @@ ON_TWO = [ACCELERATE, "launch", "--config_file", CONFIGS[2]]
 @pytest.mark.parametrize(
     ("recipe", "launcher"),
     [
-        ("amp_cifar", ALONE),
+        pytest.param("amp_cifar", ALONE, marks=pytest.mark.twin),
         ("sharded_cifar", ALONE),
-        ("data_parallel_cifar", ALONE),
+        pytest.param("data_parallel_cifar", ALONE, marks=pytest.mark.twin),
         ("pipeline_cifar", ON_TWO),
     ],
 )

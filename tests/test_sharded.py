@@ -180,7 +180,7 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(backen
     evaluation: more than torch keeps of one function by default. "aot_eager" runs the graphs that
     are otherwise translated into C++, which takes most of the time."""
     recipe, directory = "sharded_cifar", tmp_path / "again"
-    text = project("sharded", build_model="model_of_five_units", main="main_that_counts_graphs")
+    text = project("sharded", build_model="model_of_five_units") + project("graphs")
     lines = LITTLE_DATA, ("dynamic=False)", f'dynamic=False, backend="{backend}")')
     script = copy(recipe, tmp_path / "mine.py", *lines, project=text + IN_FLOAT64)
     text += project("in_float64", DTYPE="torch.float32", build_model="model_of_two_units")

@@ -14,6 +14,7 @@ from slurm_cluster import MISSING, Cluster
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.cluster,
     pytest.mark.skipif(
         bool(MISSING),
         reason=f"Slurm is not installed: no {', '.join(MISSING)} (Debian: slurm-wlm, munge)",

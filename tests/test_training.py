@@ -211,19 +211,34 @@ def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, m
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 3
 
 
+COMPILATION = (
+    'mode="reduce-overhead" if run.accumulation == 1 else "default"',
+    'backend="aot_eager"',
+)
+
+
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same_and_keeps_its_names(tmp_path):
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param([COMPILATION], id="aot_eager"),
+        pytest.param([], marks=pytest.mark.twin, id="inductor"),
+    ],
+)
+def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
+    """ "aot_eager" runs the graphs that are otherwise translated into C++, most of the time."""
     cache = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
     flags = [*SMALL, "--max-steps", 3, "--batch-size", 16]
-    text = project("training", build_model="model_to_compile") + IN_FLOAT64
-    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=text)
+    text = project("training", build_model="model_to_compile") + project("graphs")
+    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, *lines, project=text + IN_FLOAT64)
     compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}
     compiled, eager = train_forked(tmp_path, compiled, (1, script, flags), imports=COMPILER)
-    assert any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"
+    graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
+    assert graphs == [["0"], ["2"]], "in training and in the evaluation"
     assert_same_training(compiled, eager, ROUNDING)
 
 

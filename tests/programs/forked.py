@@ -260,6 +260,8 @@ def answer(listener):
     request = json.loads(connection.makefile().readline())
     for name in request.get("imports", ()):
         importlib.import_module(name)
+    if mapping := sys.modules.get("transformers.conversion_mapping"):
+        mapping.get_checkpoint_conversion_mapping(None)  # built once, in half a second
     gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
     if os.fork() == 0:
         listener.close()

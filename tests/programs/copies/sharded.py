@@ -5,9 +5,9 @@ import itertools
 import torch
 from torch import nn
 
-from sharded_cifar import compute_loss, main
+from sharded_cifar import compute_loss
 
-plain_loss, plain_main = compute_loss, main
+plain_loss = compute_loss
 
 
 def weighted_loss(model, batch, args):
@@ -26,11 +26,6 @@ def model_of_units(sizes):
     pairs = itertools.pairwise(sizes)
     units = [nn.Sequential(nn.Linear(*x), nn.BatchNorm1d(x[1]), nn.Tanh()) for x in pairs]
     return nn.Sequential(nn.Flatten(), *units)
-
-
-def main_that_counts_graphs():
-    plain_main()
-    print("graphs:", torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 class Masked(nn.Linear):
