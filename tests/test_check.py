@@ -10,7 +10,7 @@ import check
 import machine
 import pytest
 import torch
-from conftest import LITTLE_DATA, MEASURED, ROOT, SMALL, copy, execute, launch, project, run
+from conftest import LITTLE, MEASURED, ROOT, SMALL, copy, execute, launch, project, run
 
 STEPS = 5
 FLAGS = [*SMALL, "--batch-size", "8"]
@@ -24,8 +24,8 @@ def checked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "execute", execute)
 
     def run(recipe, *replacements, flags=(), steps=("--max-steps", str(STEPS)), **chosen):
-        copy("sharded_cifar", tmp_path / "sharded.py", LITTLE_DATA, project=project("checked"))
-        lines, text = [LITTLE_DATA, *replacements], project("checked", **chosen)
+        copy("sharded_cifar", tmp_path / "sharded.py", *LITTLE, project=project("checked"))
+        lines, text = [*LITTLE, *replacements], project("checked", **chosen)
         copy(f"{recipe}_cifar", tmp_path / "my copy.py", *lines, project=text)
         monkeypatch.setattr(sys, "argv", ["check.py", "my copy.py", *FLAGS, *steps, *flags])
         with pytest.raises(SystemExit) as end:
@@ -363,7 +363,7 @@ def test_the_command_with_its_launcher(tmp_path):
     text = f"import beside\n{project('checked')}"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/beside.py").write_text("")
-    copy("ddp_cifar", tmp_path / "mine/train.py", LITTLE_DATA, project=text)
+    copy("ddp_cifar", tmp_path / "mine/train.py", *LITTLE, project=text)
     command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--max-steps", 5]
     process = launch([*command, "--processes", 1], cwd=tmp_path)
     row = r"1 process, killed +1 process +(\d+) of \1 +0 of 0, loss, step 1 +bit for bit"

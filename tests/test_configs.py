@@ -8,7 +8,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from conftest import (
     CONFIGS,
     IN_FLOAT64,
-    LITTLE_DATA,
+    LITTLE,
     ROUNDING,
     SMALL,
     Exit,
@@ -45,7 +45,7 @@ LAYOUTS = [(1, 64, 1), (2, 9, 4), (8, 128, 1)]
 def results(tmp_path_factory):
     """{layout: the same training in this layout}"""
     directory = tmp_path_factory.mktemp("layouts")
-    script = copy("ddp_cifar", directory / "ddp.py", LITTLE_DATA, project=IN_FLOAT64)
+    script = copy("ddp_cifar", directory / "ddp.py", *LITTLE, project=IN_FLOAT64)
     flags = [*SMALL, "--global-batch-size", 64, "--max-steps", STEPS, "--lr", 0.4, "--batch-size"]
     runs = [(processes, script, [*flags, batch]) for processes, batch, _ in LAYOUTS]
     return dict(zip(LAYOUTS, train_forked(directory, *runs), strict=True))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    LITTLE_DATA,
+    LITTLE,
     SMALL,
     Exit,
     assert_same_training,
@@ -23,7 +23,7 @@ def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path
     """In two epochs of little data."""
     runs = []
     for recipe in ("data_parallel_cifar", "ddp_cifar"):
-        script = copy(recipe, tmp_path / f"{recipe}.py", LITTLE_DATA)
+        script = copy(recipe, tmp_path / f"{recipe}.py", *LITTLE)
         runs.append((1, script, [*SMALL, "--batch-size", 64, "--max-steps", 6]))
     result, reference = train_forked(tmp_path, *runs)
     assert len(result.train) == 6
@@ -59,7 +59,7 @@ torch.cuda.device_count = lambda: 2
 
 
 def one_step(directory, text):
-    script = copy("data_parallel_cifar", directory / "mine.py", LITTLE_DATA, project=text)
+    script = copy("data_parallel_cifar", directory / "mine.py", *LITTLE, project=text)
     run = (1, script, [*SMALL, "--batch-size", 64, "--max-steps", 1])
     return train_forked(directory, run)[0]
 

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import LITTLE_DATA, ROOT, SMALL, copy, launch
+from conftest import LITTLE, ROOT, SMALL, copy, launch
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
     """The seed is one whose faults come after a checkpoint."""
     recipe, kinds, faults, processes, replacements, project, error = COPIES[name]
     path = tmp_path / f"{name}.py"
-    script = copy(f"{recipe}_cifar", path, LITTLE_DATA, *replacements, project=project)
+    script = copy(f"{recipe}_cifar", path, *LITTLE, *replacements, project=project)
     command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
     command += ["--processes", processes, "--limit", 20, "--seed", 32, "--kinds", *kinds]
     command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]

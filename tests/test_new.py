@@ -3,6 +3,7 @@ fit is one line, and nothing is written."""
 
 import ast
 import gc
+import itertools
 import re
 import resource
 import subprocess
@@ -13,7 +14,7 @@ from functools import cache, partial
 import new
 import pytest
 import sync
-from conftest import LITTLE_DATA, ROOT, SMALL, assert_same_training, train_forked
+from conftest import LITTLE, ROOT, SMALL, assert_same_training, train_forked
 from recipe import REFERENCE, parts
 
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
@@ -379,8 +380,8 @@ def test_a_copy_in_two_files_trains_as_the_one_in_one_file(recipe, make, tmp_pat
     make("new", "one.py", recipe=recipe)
     make("new", "two/train.py", "--split", recipe=recipe)
     scripts = [tmp_path / "one.py", tmp_path / "two/train.py"]
-    for path in scripts:
-        path.write_text(path.read_text().replace(*LITTLE_DATA))
+    for path, (larger, smaller) in itertools.product(scripts, LITTLE):
+        path.write_text(path.read_text().replace(larger, smaller))
     flags = [*SMALL, "--max-steps", 3, "--batch-size", 16, "--clip-norm", 1]
     one, two = train_forked(tmp_path, *((2, path, flags) for path in scripts))
     assert one.train and len(one.train) == 3
