@@ -63,6 +63,7 @@ def make_optimizer(model, args, total_steps):
     at any batch size."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
-    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, schedule(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, total_steps + 1, anneal_strategy="linear", cycle_momentum=False
+    )
+    return optimizer, schedule

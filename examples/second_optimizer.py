@@ -57,6 +57,7 @@ def make_two_optimizers(model, args, total_steps):
     adamw = torch.optim.AdamW([{"params": others}], **options)
     optimizer = TwoOptimizers(muon, adamw)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
-    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
-    return optimizer, schedule(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, total_steps + 1, anneal_strategy="linear", cycle_momentum=False
+    )
+    return optimizer, schedule

@@ -93,6 +93,7 @@ def make_optimizer(model, args, total_steps):
     listed = [{**group, "weight_decay": decay} for (_, decay), group in groups.items()]
     optimizer = torch.optim.AdamW(listed)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    shape = {"anneal_strategy": "cos", "cycle_momentum": False}
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, total_steps + 1, anneal_strategy="cos", cycle_momentum=False
+    )
     return optimizer, schedule

@@ -115,9 +115,10 @@ def make_optimizer(model, args, total_steps):
         options["fused"] = None  # not False, which turns off the foreach kernels, too
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
-    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, total_steps + 1, anneal_strategy="linear", cycle_momentum=False
+    )
     return optimizer, schedule
 
 

@@ -123,9 +123,10 @@ def make_optimizer(model, args, total_steps):
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
-    shape = {"anneal_strategy": "linear", "cycle_momentum": False}
     peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peaks, total_steps + 1, anneal_strategy="linear", cycle_momentum=False
+    )
     return optimizer, schedule
 
 

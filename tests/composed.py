@@ -55,6 +55,10 @@ class Imported:
         self.module_name = name
 
     def __getattr__(self, name):
+        if name.startswith(
+            "_"
+        ):  # of pytest, which asks all objects of a file whether they are tests
+            raise AttributeError(name)
         return getattr(importlib.import_module(self.module_name), name)
 
 

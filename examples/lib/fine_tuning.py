@@ -17,6 +17,12 @@ def make_optimizer(model, args, total_steps):
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.01)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    shape = {"pct_start": 0.06, "anneal_strategy": "linear", "cycle_momentum": False}
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps + 1, **shape)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        peaks,
+        total_steps + 1,
+        pct_start=0.06,
+        anneal_strategy="linear",
+        cycle_momentum=False,
+    )
     return optimizer, schedule
