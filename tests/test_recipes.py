@@ -88,7 +88,7 @@ ON_TWO = [ACCELERATE, "launch", "--config_file", CONFIGS[2]]
     ("recipe", "launcher"),
     [
         pytest.param("amp_cifar", ALONE, marks=pytest.mark.twin),
-        ("sharded_cifar", ALONE),
+        pytest.param("sharded_cifar", ALONE, marks=pytest.mark.twin),
         pytest.param("data_parallel_cifar", ALONE, marks=pytest.mark.twin),
         ("pipeline_cifar", ON_TWO),
     ],
