@@ -34,7 +34,7 @@ PICTURES = ROOT / "docs/pictures"
 SCREEN = RESULTS / "screen.txt"
 SCREEN_COMMAND = (
     "accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/ddp_cifar.py "
-    "--data synthetic --stem imagenet --cpu --batch-size 32 --epochs 1 "
+    "--data synthetic --stem imagenet --cpu --batch-size 32 --lr 0.05 --epochs 1 "
     "--output-dir runs/screen"
 )
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
