@@ -55,9 +55,7 @@ class Imported:
         self.module_name = name
 
     def __getattr__(self, name):
-        if name.startswith(
-            "_"
-        ):  # of pytest, which asks all objects of a file whether they are tests
+        if name.startswith("_"):  # pytest asks each object of a file whether it is a test
             raise AttributeError(name)
         return getattr(importlib.import_module(self.module_name), name)
 
