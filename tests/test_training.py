@@ -226,7 +226,7 @@ COMPILATION = (
     ],
 )
 def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
-    """ "aot_eager" runs the graphs that are otherwise translated into C++, most of the time."""
+    """By aot_eager the same graphs run without C++, whose compiler takes most of the time."""
     cache = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
