@@ -239,6 +239,7 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
     compiled, eager = train_forked(tmp_path, compiled, (1, script, flags), imports=COMPILER)
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
     assert graphs == [["0"], ["2"]], "in training and in the evaluation"
+    assert lines or any((tmp_path / "cache").rglob("*.py")), "nothing was compiled"
     assert_same_training(compiled, eager, ROUNDING)
 
 

@@ -261,7 +261,7 @@ def answer(listener):
     for name in request.get("imports", ()):
         importlib.import_module(name)
     if mapping := sys.modules.get("transformers.conversion_mapping"):
-        mapping.get_checkpoint_conversion_mapping(None)  # built once, in half a second
+        mapping.get_checkpoint_conversion_mapping(None)  # or each rank would build it
     gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
     if os.fork() == 0:
         listener.close()
