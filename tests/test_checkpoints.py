@@ -43,17 +43,11 @@ def the_error(answer, code=2):
     return line
 
 
-# It writes and reads its one file as ddp does, but for what is in it.
-PIPELINE = pytest.param("pipeline_cifar", marks=pytest.mark.twin)
-PROCESSES = {"ddp_cifar": 1, "pipeline_cifar": 2}
-
-
-@pytest.mark.parametrize("recipe", ["ddp_cifar", PIPELINE])
-def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
+def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 1, "--keep", 2]
-    one = {"recipe": recipe, "processes": PROCESSES[recipe], "flags": flags, "grace": 1}
+    one = {"recipe": "ddp_cifar", "processes": 1, "flags": flags, "grace": 1}
     again = {**one, "directory": killed}
     stopped = {**again, "disturbances": {"0": [1, "SIGTERM"]}, "grace": 30}
     recorded = {**stopped, "save": ["record", tmp_path / "moments"]}
@@ -181,7 +175,7 @@ def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ddp_cifar", PIPELINE, "sharded_cifar"])
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "sharded_cifar"])
 def test_all_ranks_get_the_checkpoint_or_none_resumes(recipe, tmp_path):
     """The main process reads it once; of a sharded one each process reads its part. An error names
     the rank. A flag that was added to the recipe later does not hinder resuming."""

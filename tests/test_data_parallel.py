@@ -98,18 +98,3 @@ def test_kernels_are_timed_and_fp32_is_tf32_on_gpus(monkeypatch, deterministic):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision(before)
-
-
-def test_groups_of_parameters_keep_their_own_peak_rates():
-    recipe = load("recipes/data_parallel_cifar.py")
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)]
-    groups[0]["lr"] = 0.001
-    model = SimpleNamespace(parameters=lambda: groups)
-    args = SimpleNamespace(lr=0.1, global_batch_size=128)
-    optimizer, schedule = recipe.make_optimizer(model, args, 9)
-    rates = []
-    for _ in range(9):
-        rates.append(schedule.get_last_lr())
-        optimizer.step()
-        schedule.step()
-    assert [max(x) for x in zip(*rates, strict=True)] == pytest.approx([0.001, 0.1])

@@ -23,8 +23,6 @@ SLOW |= {"test_metrics": "slow_metrics"}
 # As a compilation, on one rank.
 COMPILES = {"compute_loss": "loss_that_compiles", "nn.Module.compile": "no_compilation"}
 CASES = {  # (processes, recipe, where it stalls, how, the function that is named)
-    "stalls in training": (2, "ddp_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
-    "stalls in a pipeline": (4, "pipeline_cifar", IN_COMPUTE_LOSS, SLEEP, "log"),
     "stalls while the others wait for its shard": (2, "sharded_cifar", IN_EVALUATION, SLEEP, "log"),
     "stalls in a worker": (2, "pipeline_cifar", IN_WORKER, SLEEP, "timed_next"),
     "is stopped, of four": (4, "pipeline_cifar", IN_COMPUTE_LOSS, STOP, None),

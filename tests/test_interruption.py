@@ -17,7 +17,6 @@ from conftest import (
     ACCELERATE,
     CONFIGS,
     LITTLE,
-    NARROW,
     PROGRAMS,
     ROOT,
     SMALL,
@@ -34,7 +33,6 @@ from conftest import (
     launch,
     outputs,
     project,
-    run,
     train_forked,
     wait_until,
 )
@@ -58,15 +56,6 @@ REPLACED = {
     "the launcher of one process is killed": {"train_step": "slow_step"},
     "SIGTERM comes to each process": {"load_data": "data_of_a_fork_server"},
 }
-
-
-def test_a_training_with_persistent_workers_ends(tmp_path):
-    """They block SIGTERM, by which multiprocessing would end them. The launcher and the rank are
-    interpreters of their own, which end as a user's."""
-    workers = project("interruption", load_data="data_of_persistent_workers")
-    script = copy("ddp_cifar", tmp_path / "mine.py", *NARROW, project=workers)
-    flags = [*SMALL, "--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path / "run"]
-    run([*LAUNCH, CONFIGS[1], script, *flags], timeout=120)
 
 
 def interrupted(case, directory):
@@ -222,24 +211,13 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
             worker.kill()
 
 
-STARTS = {
-    "alone": ("ddp_cifar", 1, [sys.executable]),
-    "under a launcher": ("sharded_cifar", 2, [*LAUNCH, CONFIGS[2]]),
-}
-
-
-@pytest.mark.parametrize(
-    "start", [pytest.param("alone", marks=pytest.mark.twin), "under a launcher"]
-)
-def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(
-    start, tmp_path
-):
-    recipe, processes, launcher = STARTS[start]
+def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(tmp_path):
     waits = project("interruption", train_step="step_at_a_gate")
-    script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=waits)
+    script = copy("sharded_cifar", tmp_path / "mine.py", *LITTLE, project=waits)
     flags = [*SMALL, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
     flags += ["--threads", 1]
-    command = [*launcher, script, *flags, "--log-every", 1, "--output-dir", tmp_path / "run"]
+    command = [*LAUNCH, CONFIGS[2], script, *flags, "--log-every", 1]
+    command += ["--output-dir", tmp_path / "run"]
     metrics = tmp_path / "run/metrics.jsonl"
     with open(tmp_path / "log", "w") as log:
         environment = {**os.environ, "GATE": str(tmp_path / "gate")}
@@ -254,7 +232,7 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
         assert first.wait(300) == 0, (tmp_path / "log").read_text()
     finally:
         first.kill()
-    (alone,) = train_forked(tmp_path, (processes, script, flags))
+    (alone,) = train_forked(tmp_path, (2, script, flags))
     assert_same_training(outputs(tmp_path / "run"), alone, 0)
 
 

@@ -18,7 +18,7 @@ from conftest import (
     train_forked,
     wait_until,
 )
-from kubelet import PROBLEM, Job, action
+from kubelet import PROBLEM, Pods
 
 MANIFEST = (ROOT / "clusters/kubernetes.yaml").read_text()
 needs_pods = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")
@@ -55,12 +55,27 @@ def test_the_manifest_is_valid(version):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_number_of_pods_is_the_same_in_three_places():
-    _, job = yaml.safe_load_all(MANIFEST)
-    spec = job["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
+def test_the_number_of_pods_and_the_names_are_the_same_in_all_places():
+    service, job = yaml.safe_load_all(MANIFEST)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     assert spec["completions"] == spec["parallelism"]
     assert f"--nnodes={spec['completions']}" in container["args"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["metadata"]["name"] == pod["subdomain"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shared": container["workingDir"], "shm": "/dev/shm"}
+
+
+def action(policy, code, disrupted):
+    """Return what the first rule of a podFailurePolicy that matches says of a pod that failed."""
+    for rule in policy["rules"]:
+        codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+        if codes and (code in codes["values"]) == (codes["operator"] == "In"):
+            return rule["action"]
+        if disrupted and {"type": "DisruptionTarget", "status": "True"} in conditions:
+            return rule["action"]
+    return "Count"
 
 
 def test_only_what_would_fail_again_ends_the_job_and_an_eviction_does_not_count():
@@ -78,15 +93,14 @@ def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine
     gate = project("interruption", train_step="step_of_a_pod")
     directory = volume(tmp_path / "volume", gate)
     (directory / "wait").touch()
-    with Job(edited(), directory) as job:
-        job.until((directory / "gate").exists)
-        job.running[1].evict()
+    with Pods(edited(), directory) as pods:
+        evicted = pods.start(0, 1)
+        wait_until((directory / "gate").exists)
+        evicted[1].terminate()
         (directory / "wait").unlink()
-        logs = job.until_over()
-    assert job.status == "Complete", logs
-    first, later = job.tries[:2], job.tries[2:]
-    assert sorted(first) == [(0, 143, "Ignore"), (1, 143, "Ignore")], logs
-    assert (0, 0, "Succeed") in later and {code for _, code, _ in later} <= {0, 143}, logs
+        assert pods.exit_codes(evicted) == [143, 143], pods.logs()
+        assert pods.exit_codes(pods.start(0, 1)) == [0, 0], pods.logs()
+        logs = pods.logs()
     (saved,) = [line for line in logs.splitlines() if "stopped after step" in line]
     step = int(saved.split("stopped after step ")[1].split(",")[0])
     assert 12 <= step <= 15 and f'"resumed_from": {step}' in logs
@@ -99,28 +113,23 @@ def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine
 
 @pytest.mark.slow
 @needs_pods
-def test_a_wrong_flag_ends_the_job_after_one_try_with_a_line_that_names_it(tmp_path):
+def test_a_wrong_flag_is_status_2_of_a_pod_with_a_line_that_names_it(tmp_path):
     directory = volume(tmp_path / "volume")
     (directory / "recipes/torchvision.py").touch()  # nothing of it is used, and it imports for long
-    with Job(edited("--epochs=-1"), directory) as job:
-        logs = job.until_over()
-    assert job.status == "Failed" and (2, "FailJob") in [one[1:] for one in job.tries], logs
-    assert [index for index, *_ in sorted(job.tries)] == [0, 1], "one try of each pod"
-    # The pod that fails first ends the other one, perhaps before its line.
-    said = [x.read_text().count("argument --epochs: -1") for x in job.directory.glob("*.log")]
-    assert max(said) == 1, logs
+    with Pods(edited("--epochs=-1"), directory) as pods:
+        assert pods.exit_codes(pods.start(0, 1)) == [2, 2], pods.logs()
+        assert pods.logs().count("argument --epochs: -1") == 2, pods.logs()
 
 
 @pytest.mark.slow
 @needs_pods
 def test_a_pod_that_waits_for_the_other_one_ends_at_once(tmp_path):
     """Its torchrun has no handler for SIGTERM then: as PID 1 it would ignore the signal."""
-    with Job(edited(), volume(tmp_path / "volume")) as job:
-        job.start(0)
-        pod = job.running[0]
+    with Pods(edited(), volume(tmp_path / "volume")) as pods:
+        (pod,) = pods.start(0)
         wait_until(lambda: listens(pod))
         pod.terminate()
-        assert pod.process.wait(job.pod["terminationGracePeriodSeconds"] / 2) == 143
+        assert pod.process.wait(pods.grace / 2) == 143
 
 
 def listens(pod):

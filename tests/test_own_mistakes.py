@@ -177,22 +177,12 @@ def test_what_is_not_finite_is_named_with_its_ranks_and_not_saved(outcome, said)
     assert not list((outcome.directory / "run").glob("step-*"))
 
 
-BYPASS = (
-    "    logits = model(images)\n",
-    "    logits = accelerate.utils.extract_model_from_parallel(model)(images)\n",
-)
-PREPARE = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
 OWN_WEIGHTS = "    draw_weights_by_rank(accelerator, model)\n"
 OWN = project("own_mistakes")
 OWN_RATE = project("own_mistakes", make_optimizer="optimizer_by_rank")
 DRIFTS = {
     "learning rates of each rank": ([1], mistake(project=OWN_RATE)),
-    "a forward pass that bypasses DDP": ([1], mistake(BYPASS)),
-    "weights made by each rank": (
-        [1],
-        mistake((PREPARE, PREPARE + OWN_WEIGHTS), project=OWN),
-    ),
     "weights of a stage made by each rank": (
         [2, 3],
         mistake((STAGE, STAGE + OWN_WEIGHTS), recipe="pipeline_cifar", project=OWN, processes=4),

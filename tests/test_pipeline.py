@@ -28,17 +28,17 @@ TWO = ["--chunks", 2]  # more would take more time
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
     return answers(
-        "pipeline_gradient", tmp_path_factory.mktemp("gradients"), {n: (n,) for n in (2, 4, 6)}
+        "pipeline_gradient", tmp_path_factory.mktemp("gradients"), {n: (n,) for n in (2, 4)}
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4, 6])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_gradients_and_steps_are_those_of_the_whole_model(gradients, processes):
     """Over the same chunks: both schedules, several cuts, BatchNorm, momentum, accumulation, an
     operation in place, buffers, a frozen stage, clipping, and weighted samples."""
     cases = gradients[processes]["cases"]
-    assert len(cases) == {2: 7, 4: 6, 6: 1}[processes]
+    assert len(cases) == {2: 7, 4: 6}[processes]
     for case, (deviation, update, loss, expected_loss) in cases.items():
         # The sums of weights, and the norm that clips, are in float32.
         tolerance = 1e-6 if case.endswith("True") or "frozen" in case else 1e-12

@@ -10,6 +10,7 @@ import pytest
 from conftest import (
     ACCELERATE,
     CONFIGS,
+    NARROW,
     ROOT,
     ROUNDING,
     SMALL,
@@ -22,9 +23,10 @@ from conftest import (
 )
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
+BASELINE = "data_parallel_cifar"
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "data_parallel_cifar"])
+@pytest.mark.parametrize("recipe", [*RECIPES, BASELINE])
 def test_imports_only_what_pyproject_names(recipe):
     project = (ROOT / "pyproject.toml").read_text()
     (named,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.DOTALL | re.MULTILINE)
@@ -79,22 +81,23 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(re
     assert "workers" in result.summary and "data_dir" not in result.summary
 
 
-ALONE = [sys.executable]
-ON_TWO = [ACCELERATE, "launch", "--config_file", CONFIGS[2]]
+@pytest.mark.slow
+@pytest.mark.twin
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "amp_cifar", "sharded_cifar", BASELINE])
+def test_a_recipe_trains_in_an_interpreter_of_its_own(recipe, tmp_path):
+    """A fork would not show a missing import."""
+    command = [sys.executable, ROOT / f"recipes/{recipe}.py", *SMALL, "--batch-size", 8]
+    process = run([*command, "--max-steps", 1, "--output-dir", tmp_path])
+    assert "Traceback" not in process.stderr and outputs(tmp_path).train[-1]["step"] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "launcher"),
-    [
-        pytest.param("amp_cifar", ALONE, marks=pytest.mark.twin),
-        pytest.param("sharded_cifar", ALONE, marks=pytest.mark.twin),
-        pytest.param("data_parallel_cifar", ALONE, marks=pytest.mark.twin),
-        ("pipeline_cifar", ON_TWO),
-    ],
-)
-def test_a_recipe_trains_in_an_interpreter_of_its_own(recipe, launcher, tmp_path):
-    """A fork would not show a missing import, or an error at the end of the interpreter."""
-    command = [*launcher, ROOT / f"recipes/{recipe}.py", *SMALL]
-    process = run([*command, "--batch-size", 8, "--max-steps", 1, "--output-dir", tmp_path])
-    assert "Traceback" not in process.stderr and outputs(tmp_path).train[-1]["step"] == 1
+def test_interpreters_of_a_launcher_end_also_with_persistent_workers(tmp_path):
+    """A fork would not show an error at the end of an interpreter. Workers block SIGTERM, by which
+    multiprocessing would end them."""
+    workers = project("interruption", load_data="data_of_persistent_workers")
+    script = copy("pipeline_cifar", tmp_path / "mine.py", *NARROW, project=workers)
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], script, *SMALL]
+    command += ["--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path / "run"]
+    process = run(command, timeout=120)
+    assert "Traceback" not in process.stderr and outputs(tmp_path / "run").train[-1]["step"] == 4

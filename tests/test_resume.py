@@ -1,7 +1,6 @@
 """A run that was stopped and resumed is the run that was not, bit for bit."""
 
 import pytest
-import torch
 from conftest import (
     LITTLE,
     SMALL,
@@ -138,16 +137,15 @@ def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_re
     often += ["--log-every", 1, "--output-dir"]
     runs = [
         {**common, "flags": [*flags, "--log-every", 1, "--output-dir", "without"]},
+        {**common, "flags": [*often, "with"], "env": {"ENDS": "3"}},
         {**common, "flags": [*often, "with"]},
-        {**common, "flags": [*often, "ended"], "env": {"ENDS": "3"}},
-        {**common, "flags": [*often, "ended"]},
     ]
     answers = forked(runs, tmp_path)
-    assert [set(codes) for codes, _ in answers] == [{0}, {0}, {7}, {0}], answers
-    assert begin_of(answers[3][1]) == 3, "the step was saved before its evaluation"
-    without, often, ended = (outputs(tmp_path / name) for name in ("without", "with", "ended"))
+    assert [set(codes) for codes, _ in answers] == [{0}, {7}, {0}], answers
+    assert begin_of(answers[2][1]) == 3, "the step was saved before its evaluation"
+    without, often = (outputs(tmp_path / name) for name in ("without", "with"))
     assert [line["step"] for line in often.evaluations] == [3, 6, 8]
     names = sorted(path.name[:13] for path in often.directory.glob("step-*"))
     assert names == [f"step-{step:08}" for step in (3, 6, 7, 8)]
-    torch.testing.assert_close(often.weights, without.weights, rtol=0, atol=0)
-    assert_same_training(ended, often, 0)
+    del often.evaluations[:2], without.evaluations[0]  # without: in steps 4 and 8
+    assert_same_training(often, without, 0)

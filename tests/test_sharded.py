@@ -16,7 +16,6 @@ from conftest import (
     ROUNDING,
     SMALL,
     Exit,
-    answers,
     assert_same_training,
     copy,
     forked,
@@ -113,17 +112,20 @@ def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(equal_ru
 
 @pytest.mark.slow
 def test_a_process_holds_its_share_and_about_two_unsharded_units_at_a_time(tmp_path):
-    """The share is of parameters, gradients and momentum in float64; two replicas hold the model
-    twice. Of the units, one computes and one is prefetched, in the forward and backward pass. A
-    hang is named before the groups of replicas time out."""
-    answer = answers("sharded_memory", tmp_path, {"2 x 2": (4,)})["2 x 2"]
-    held, unit, gathered = (answer[key] for key in ("held", "unit", "gathered"))
-    whole = 3 * answer["parameters"]
-    assert whole == 3 * 8 * 798_346
-    assert sum(held) >= whole * len(held) / 2
-    assert max(held) <= whole / 2 + unit
-    assert unit <= gathered <= 2 * unit + answer["root"] < whole / 3
-    assert answer["timeouts"] == [recipe.TIMEOUT.total_seconds()] * 2
+    """The share is of parameters, gradients and momentum; two replicas hold the model twice. Of the
+    units, one computes and one is prefetched, in the forward and backward pass. A hang is named
+    before the groups of replicas time out."""
+    text = project("sharded_memory")
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
+    flags = [*SMALL, "--replicas", 2, "--batch-size", 8, "--max-steps", 1]
+    (run,) = train_forked(tmp_path, (4, script, flags))
+    unit = 4 * (192 + 1) * 192
+    whole = 3 * 9 * unit
+    for rank in range(4):
+        held, gathered, timeouts = json.loads((run.directory / f"held.{rank}").read_text())
+        assert whole / 2 <= held <= whole / 2 + unit
+        assert unit <= gathered <= 2 * unit
+        assert timeouts == [recipe.TIMEOUT.total_seconds()] * 2
 
 
 def test_mistakes_are_one_line():
@@ -175,33 +177,23 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbe
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs g++")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.twin)])
-def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(backend, tmp_path):
-    """Also with bf16 and activation checkpointing. Each unit is a graph, in training and in an
-    evaluation: more than torch keeps of one function by default. "aot_eager" runs the graphs that
-    are otherwise translated into C++, which takes most of the time."""
-    recipe, directory = "sharded_cifar", tmp_path / "again"
+def test_compiled_units_are_the_eager_ones(backend, tmp_path):
+    """Also with activation checkpointing. Each unit is a graph, in training and in an evaluation:
+    more than torch keeps of one function by default. "aot_eager" runs the graphs that are otherwise
+    translated into C++, which takes most of the time."""
     text = project("sharded", build_model="model_of_five_units") + project("graphs")
-    lines = LITTLE_DATA, ("dynamic=False)", f'dynamic=False, backend="{backend}")')
-    script = copy(recipe, tmp_path / "mine.py", *lines, project=text + IN_FLOAT64)
-    text += project("in_float64", DTYPE="torch.float32", build_model="model_of_two_units")
-    in_fp32 = copy(recipe, tmp_path / "fp32.py", *lines, project=text)
-    flags = [*SMALL, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
-    twice = [*flags, "--compile", "--precision", "bf16", "--activation-checkpointing"]
-    runs = [(2, script, flags), (2, script, [*flags, "--compile"])]
-    runs += [(2, in_fp32, flags), (2, in_fp32, twice)]
-    eager, compiled, whole, small = train_forked(tmp_path, *runs, imports=COMPILER)
-    shutil.copytree(small.directory / "step-00000002", directory / "step-00000002")
-    (again,) = train_forked(tmp_path, (2, in_fp32, twice, {"directory": directory}))
-    graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled, small, again)]
+    line = "dynamic=False)", f'dynamic=False, backend="{backend}")'
+    script = tmp_path / "mine.py"
+    copy("sharded_cifar", script, LITTLE_DATA, line, project=text + IN_FLOAT64)
+    flags = [*SMALL, "--batch-size", 8, "--max-steps", 4]
+    own = [*flags, "--compile", "--activation-checkpointing"]
+    eager, compiled = train_forked(tmp_path, (2, script, flags), (2, script, own), imports=COMPILER)
+    graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
     # In torch 2.11 --activation-checkpointing runs uncompiled, as docs/running.md says.
-    of_small = "0" if torch.__version__.startswith("2.11.") else "4"
-    assert graphs == [["0"] * 2, ["10"] * 2, [of_small] * 2, [of_small] * 2]
+    expected = "0" if torch.__version__.startswith("2.11.") else "10"
+    assert graphs == [["0"] * 2, [expected] * 2]
     assert_same_training(compiled, eager, ROUNDING)
-    assert_same_training(again, small, 0)
-    assert_equal(*(checkpoint(run.directory / "step-00000004") for run in (again, small)))
-    assert small.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
-    losses = small.summary["loss"], whole.summary["loss"]
-    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0] != losses[1]
+    assert compiled.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
 
 
 KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins

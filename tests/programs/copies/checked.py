@@ -5,8 +5,7 @@ import time
 
 import accelerate
 import torch
-from torch import distributed, nn
-from torch.distributed.nn.functional import all_gather
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ddp_cifar import compute_loss, make_optimizer, synthetic_images
@@ -78,15 +77,12 @@ class Noisy(torch.utils.data.TensorDataset):
         return image + 0.1 * torch.randn(image.shape, generator=self.generator), label
 
 
-WORKERS = 0
-
-
 def loaders(kind, args):
     images, labels = synthetic_images(256, seed=1)
     dataset = kind(images.permute(0, 3, 1, 2) / 255, labels)
-    options = {"batch_size": args.batch_size, "num_workers": WORKERS}
-    train_loader = DataLoader(dataset, shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(torch.utils.data.Subset(dataset, range(64)), **options)
+    train_loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
+    test_set = torch.utils.data.Subset(dataset, range(64))
+    return train_loader, DataLoader(test_set, args.batch_size)
 
 
 def data_with_their_own_generator(args, accelerator):
@@ -111,18 +107,6 @@ def data_cached_in_memory(args, accelerator):
     return loaders(Cached, args)
 
 
-class Counted(nn.Sequential):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * (1 + 0.01 * self.calls)
-
-
-def model_with_a_counter(args):
-    return Counted(*small_model(args))
-
-
 def loss_of_noise(seed, model, batch, args):
     images, labels = batch
     if model.training:
@@ -137,18 +121,6 @@ def loss_by_rank(*arguments):
 
 def loss_by_clock(*arguments):
     return loss_of_noise(time.time_ns(), *arguments)
-
-
-def loss_of_all_ranks(model, batch, args):
-    values = random_loss(model, batch, args)
-    ranks = all_gather(values["loss"]) if distributed.is_initialized() else [values["loss"]]
-    return {**values, "loss": values["loss"] + torch.cat(ranks).logsumexp(0)}
-
-
-def draw_weights_by_rank(accelerator, model):
-    torch.manual_seed(accelerator.process_index)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.05)
 
 
 average = {}

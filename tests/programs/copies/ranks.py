@@ -11,8 +11,6 @@ plain_images, plain_main = synthetic_images, main
 def main():
     if os.environ["RANK"] == "1":
         sys.argv += os.environ["MORE"].split()
-        if "--not-cpu" in sys.argv:  # as on a machine with GPUs
-            sys.argv = [x for x in sys.argv if not x.endswith("-cpu")]
     plain_main()
 
 

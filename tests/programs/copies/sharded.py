@@ -15,15 +15,7 @@ def weighted_loss(model, batch, args):
 
 
 def model_of_five_units(args):
-    return model_of_units((768, 64, 48, 32, 16, 10))
-
-
-def model_of_two_units(args):
-    return model_of_units((768, 64, 10))
-
-
-def model_of_units(sizes):
-    pairs = itertools.pairwise(sizes)
+    pairs = itertools.pairwise((768, 64, 48, 32, 16, 10))
     units = [nn.Sequential(nn.Linear(*x), nn.BatchNorm1d(x[1]), nn.Tanh()) for x in pairs]
     return nn.Sequential(nn.Flatten(), *units)
 
