@@ -1,6 +1,5 @@
 """Copies composed of a recipe and examples, which take less time."""
 
-import importlib
 import wave
 
 import new
@@ -46,18 +45,6 @@ def make(path, recipe, *examples, replaced=()):
         text = text.replace(before, after)
     path.write_text(text)
     return path
-
-
-class Imported:
-    """A module that takes seconds, imported at its first use: not in each of pytest's workers."""
-
-    def __init__(self, name):
-        self.module_name = name
-
-    def __getattr__(self, name):
-        if name.startswith("_"):  # pytest asks each object of a file whether it is a test
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.module_name), name)
 
 
 def assert_one_line(cases, directory, statuses=(2,), imports=()):

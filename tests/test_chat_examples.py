@@ -6,20 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import Imported, assert_one_line, make
+from composed import assert_one_line, make
 from conftest import ROUNDING_FLOAT32, train_forked
+from lazy import lib, lora, peft, preferences, sft, tokenizers, transformers
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-chat = Imported("lib.chat")
-lora = Imported("lora")
-pairs = Imported("lib.pairs")
-peft = Imported("peft")
-preferences = Imported("preferences")
-sft = Imported("sft")
-tokenizers = Imported("tokenizers")
-transformers = Imported("transformers")
 SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 # MARK and UNTIL: by the marks there transformers finds the tokens of answers.
 TEMPLATES = {
@@ -92,7 +85,7 @@ ARGS = SimpleNamespace(length=1000, beta=0.3)
 
 def tokenized(tokenizer, messages, args, first=0):
     """The only sample of a conversation."""
-    (sample,) = chat.samples_of(tokenizer, messages, args, first=first)
+    (sample,) = lib.chat.samples_of(tokenizer, messages, args, first=first)
     return sample
 
 
@@ -121,9 +114,9 @@ def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokeni
             tokens, _, begins = by_marks(tokenizer, LAST_TURNS[template], messages[:end])
             expected.append((tokens[:-1], [-100] * (begins[-1] - 1) + tokens[begins[-1] :]))
         tokenizer.chat_template = LAST_TURNS[template].replace("MARK", "").replace("UNTIL", "")
-        samples = chat.samples_of(tokenizer, messages, ARGS)
+        samples = lib.chat.samples_of(tokenizer, messages, ARGS)
         assert [tuple(x.T.tolist()) for x in samples] == expected
-        (last,) = chat.samples_of(tokenizer, messages, ARGS, first=len(messages) - 1)
+        (last,) = lib.chat.samples_of(tokenizer, messages, ARGS, first=len(messages) - 1)
         assert tuple(last.T.tolist()) == expected[-1]
         tokens, mask, _ = by_marks(tokenizer, LAST_TURNS[template], messages)
         targets = tokenized(tokenizer, messages, ARGS)[:, 1].tolist()
@@ -132,14 +125,14 @@ def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokeni
 
 def test_contents_are_texts_or_an_error():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
-    assert chat.with_text({"role": "user", "content": parts})["content"] == "a b"
+    assert lib.chat.with_text({"role": "user", "content": parts})["content"] == "a b"
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
-    assert chat.with_text(call) == {**call, "content": ""}
+    assert lib.chat.with_text(call) == {**call, "content": ""}
     for content in (None, 3, {"text": "a"}):
         with pytest.raises(ValueError, match="which is no text"):
-            chat.with_text({"role": "user", "content": content})
+            lib.chat.with_text({"role": "user", "content": content})
     with pytest.raises(KeyError):
-        chat.with_text({"role": "user", "content": [{"type": "image", "url": "a.png"}]})
+        lib.chat.with_text({"role": "user", "content": [{"type": "image", "url": "a.png"}]})
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -185,7 +178,9 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
     for size in (1, 2, 4):
         losses, weights = [], []
         for begin in range(0, 4, size):
-            values = sft.compute_loss(model, chat.pad_chats(samples[begin : begin + size]), ARGS)
+            values = sft.compute_loss(
+                model, lib.chat.pad_chats(samples[begin : begin + size]), ARGS
+            )
             losses.append((values["loss"] * values["weight"]).mean())
             weights.append(values["weight"].double().mean())
         loss = torch.stack(losses).mean() / torch.stack(weights).mean()
@@ -215,7 +210,7 @@ def test_dpo_is_the_papers_loss_and_gradient(model, tokenizer):
         losses.append(torch.log1p(torch.exp(-margin)))
         share = ARGS.beta / (1 + torch.exp(margin))
         gradients.append(-share * gradient(model, chosen - rejected).detach())
-    sequences = chat.pad_chats([x for pair in pairs for x in pair]).unflatten(0, (2, 2))
+    sequences = lib.chat.pad_chats([x for pair in pairs for x in pair]).unflatten(0, (2, 2))
     ours = [[by_hand(model, sample).sum().item() for sample in pair] for pair in pairs]
     values = preferences.compute_loss(model, (sequences, reference), ARGS)
     torch.testing.assert_close(values["loss"].double(), torch.stack(losses), rtol=1e-5, atol=1e-5)
@@ -252,7 +247,7 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     sequences, reference = next(iter(test))
     assert reference.shape == (1, 2)
     both = CHATS[1], [*PROMPT, OTHER]
-    expected = chat.pad_chats([tokenized(tokenizer, x, ARGS, first=3) for x in both])
+    expected = lib.chat.pad_chats([tokenized(tokenizer, x, ARGS, first=3) for x in both])
     assert torch.equal(sequences[0], expected)
     trained = [tokenizer.decode(x[x != -100]) for x in sequences[0, :, :, 1]]
     assert trained == ["Yes,\n\nI am<|end|>\n", "no<|end|>\n"]
@@ -273,7 +268,7 @@ SYSTEM, USER, ANSWER = ({"role": role, "content": "a"} for role in ("system", "u
     ],
 )
 def test_no_message_of_a_prompt_is_dropped(prompt, answer):
-    assert pairs.conversation(prompt, answer) == [SYSTEM, USER, ANSWER]
+    assert lib.pairs.conversation(prompt, answer) == [SYSTEM, USER, ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +282,7 @@ def test_no_message_of_a_prompt_is_dropped(prompt, answer):
 )
 def test_pairs_in_no_known_form_are_an_error(prompt, answer, error):
     with pytest.raises(ValueError, match=error):
-        pairs.conversation(prompt, answer)
+        lib.pairs.conversation(prompt, answer)
 
 
 def write_pairs(path, count):
@@ -310,7 +305,7 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = []
     for line in lines:
-        both = [pairs.conversation(line["prompt"], line[x]) for x in ("chosen", "rejected")]
+        both = [lib.pairs.conversation(line["prompt"], line[x]) for x in ("chosen", "rejected")]
         samples = [tokenized(tokenizer, x, ARGS, first=1) for x in both]
         expected.append([by_hand(model, sample).sum().item() for sample in samples])
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import Imported, assert_one_line, make, write_wav
+from composed import assert_one_line, make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, forked
+from lazy import detection, nltk, speech, transformers
 from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -21,11 +22,6 @@ from torchvision.transforms import v2
 from lib import coco, fcos, images, utterances
 
 pytestmark = pytest.mark.slow
-
-audio_utils = Imported("transformers.audio_utils")
-detection = Imported("detection")
-distance = Imported("nltk.metrics.distance")
-speech = Imported("speech")
 
 
 # -------------------------------------------------------------------------------------- detection
@@ -238,9 +234,9 @@ def test_spectra_are_those_of_transformers(tmp_path):
     samples = integers.mean(1) / 32768
     numpy.testing.assert_allclose(utterances.read_wav(tmp_path / "a.wav"), samples, atol=1e-7)
     options = {"fft_length": 512, "power": 2.0, "pad_mode": "constant", "mel_floor": 0}
-    options["mel_filters"] = audio_utils.mel_filter_bank(257, 80, 0, 8000, 16000)
-    window = audio_utils.window_function(400, "hann")
-    bands = audio_utils.spectrogram(samples, window, 400, 160, **options).T
+    options["mel_filters"] = transformers.audio_utils.mel_filter_bank(257, 80, 0, 8000, 16000)
+    window = transformers.audio_utils.window_function(400, "hann")
+    bands = transformers.audio_utils.spectrogram(samples, window, 400, 160, **options).T
     assert (bands > 1e-10).all(), "no triangle is between two frequencies"
     bands = numpy.log(bands)
     bands = (bands - bands.mean(0)) / numpy.sqrt(bands.var(0) + 1e-5)
@@ -337,9 +333,9 @@ def test_the_word_error_rate_is_of_all_words_as_read_greedily():
         batches += list(values["outputs"])
         for text, path, length in zip(texts, paths, lengths.tolist(), strict=True):
             said = "".join(" abc"[x - 1] for x, _ in itertools.groupby(path[:length]) if x)
-            wrong += distance.edit_distance(text.split(), said.split())
+            wrong += nltk.edit_distance(text.split(), said.split())
             words += len(text.split())
-            wrong_characters += distance.edit_distance(text, said)
+            wrong_characters += nltk.edit_distance(text, said)
             characters += len(text)
     assert speech.test_metrics(batches, args) == {
         "wer": pytest.approx(wrong / words),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import Imported, assert_one_line, make
+from composed import assert_one_line, make
 from conftest import (
     ROUNDING,
     ROUNDING_FLOAT32,
@@ -18,6 +18,7 @@ from conftest import (
     project,
     train_forked,
 )
+from lazy import clip, embeddings, lib, sentence_transformers, tokenizers, transformers
 from PIL import Image
 from torch.nn import functional as F
 
@@ -25,15 +26,6 @@ from lib import json_lines, negatives
 
 pytestmark = pytest.mark.slow
 
-clip = Imported("clip")
-embeddings = Imported("embeddings")
-losses = Imported("sentence_transformers.sentence_transformer.losses")
-modules = Imported("sentence_transformers.sentence_transformer.modules")
-pooling = Imported("lib.pooling")
-reading = Imported("lib.captions")
-sentence_transformers = Imported("sentence_transformers")
-tokenizers = Imported("tokenizers")
-transformers = Imported("transformers")
 # The whole global batch at once, by plain autograd and other formulas, on one process.
 WHOLE = {"train_step": "whole_step", "test_metrics": "whole_metrics"}
 TEXTS = {"build_model": "model_in_float64"}
@@ -93,6 +85,7 @@ def texts(tmp_path_factory):
 
 def with_pooling(directory, name, mode):
     """Save the model of `texts` as sentence-transformers does."""
+    modules = sentence_transformers.sentence_transformer.modules
     words = modules.Transformer(str(directory / "base"))
     layers = [words, modules.Pooling(16, pooling_mode=mode), modules.Normalize()]
     model = sentence_transformers.SentenceTransformer(modules=layers, device="cpu")
@@ -255,6 +248,7 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
 def symmetric_loss(scale):
     """That of sentence-transformers, of a list of embeddings."""
     both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    losses = sentence_transformers.sentence_transformer.losses
     loss = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=scale, **both)
     return lambda vectors: loss.compute_loss_from_embeddings(vectors, None)
 
@@ -289,7 +283,7 @@ def test_a_base_that_embeds_in_another_way_ends_with_one_line(
     (tmp_path / "1").mkdir()
     (tmp_path / "1/config.json").write_text(json.dumps(config))
     with pytest.raises(Exit, match=said):
-        pooling.pooling_of(tmp_path)
+        lib.pooling.pooling_of(tmp_path)
 
 
 def test_a_temperature_is_at_least_that_of_clip():
@@ -359,7 +353,7 @@ def test_images_and_captions_have_the_loss_and_the_gradients_of_transformers(eos
     reference.save_pretrained(tmp_path)
     model = clip.build_model(SimpleNamespace(base=tmp_path))
     texts = [torch.tensor([298, *range(3, 3 + number), 299]) for number in (4, 1, 12, 2, 7)]
-    batch = reading.pad_captions([(torch.randn(3, 16, 16), text) for text in texts])
+    batch = lib.captions.pad_captions([(torch.randn(3, 16, 16), text) for text in texts])
     values = clip.compute_loss(model, batch, None)
     pixels, tokens = batch
     masked = {"attention_mask": (tokens >= 0).long(), "input_ids": tokens.where(tokens >= 0, 299)}
@@ -424,5 +418,5 @@ def test_captions_that_clip_cannot_read_end_with_one_line(
     monkeypatch.setattr("lib.captions.exit_with_error", exit_by_exception)
     args = SimpleNamespace(length=length, base=captions / "base")
     with pytest.raises(Exit) as error:
-        reading.tokenizer_of(args, clip_config(**of_text).text_config)
+        lib.captions.tokenizer_of(args, clip_config(**of_text).text_config)
     assert line.format(base=args.base) in str(error.value)

@@ -8,18 +8,15 @@ import numpy
 import pytest
 import torch
 import toy
-from composed import Imported, make, write_wav
+from composed import make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
+from lazy import fine_tune_speech, lib, nltk, transformers
 from torch.nn import functional as F
 
 from lib import utterances
 
 pytestmark = pytest.mark.slow
 
-distance = Imported("nltk.metrics.distance")
-fine_tune_speech = Imported("fine_tune_speech")
-recognition = Imported("lib.recognition")
-transformers = Imported("transformers")
 IMPORTS = ["transformers.models.wav2vec2.modeling_wav2vec2"]
 IMPORTS += ["transformers.models.whisper.modeling_whisper"]
 KINDS = ["wav2vec2", "whisper"]
@@ -113,7 +110,7 @@ def test_the_pipeline_of_transformers_transcribes_with_the_errors_of_the_run(kin
     for name, parts in (("wer", str.split), ("cer", list)):
         truth = [parts(text) for text, _ in texts]
         pairs = zip(truth, map(parts, found["run"]), strict=True)
-        wrong = sum(distance.edit_distance(*pair) for pair in pairs)
+        wrong = sum(nltk.edit_distance(*pair) for pair in pairs)
         assert runs[kind].summary[f"test_{name}"] == close(wrong / sum(map(len, truth)))
 
 
@@ -124,7 +121,7 @@ def test_utterances_are_too_short_if_no_path_has_their_tokens():
     labels[torch.arange(6) >= sizes[:, None]] = -100
     lengths = torch.randint(9, (200,), generator=generator)
     scores = torch.randn(200, 8, 3, generator=generator)
-    loss, too_short, best = recognition.ctc(scores, lengths, labels, 0)
+    loss, too_short, best = lib.recognition.ctc(scores, lengths, labels, 0)
     exact = F.ctc_loss(
         scores.log_softmax(2).transpose(0, 1), labels.clamp(min=0), lengths, sizes, reduction="none"
     )
@@ -151,7 +148,7 @@ def test_a_wrong_utterance_is_one_line_with_file_and_row(case, data, tmp_path, m
     (tmp_path / "a.tsv").write_text(f"good.wav\ta b\nwrong.wav\t{text}\n")
     model, processor = loaded(data / kind)
     with pytest.raises(Exit, match=r"a.tsv, row 2: .*" + error):
-        recognition.Transcribed(tmp_path / "a.tsv", processor, model.config)
+        lib.recognition.Transcribed(tmp_path / "a.tsv", processor, model.config)
 
 
 @pytest.mark.parametrize(("kind", "language"), [("wav2vec2", "english"), ("whisper", None)])

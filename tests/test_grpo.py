@@ -7,16 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import Imported, assert_one_line, make
+from composed import assert_one_line, make
 from conftest import train_forked
+from lazy import grpo, lib, lora, transformers
 
 pytestmark = pytest.mark.slow
 
-completions = Imported("lib.completions")
-grpo = Imported("grpo")
-lora = Imported("lora")
-policy = Imported("lib.policy")
-transformers = Imported("transformers")
 PROMPTS = ["1 + 1", "a longer prompt, of many words", "x", "Why?"]
 
 
@@ -42,11 +38,11 @@ def model(base):
 @pytest.fixture
 def batch(args):
     """That of four prompts, of several lengths."""
-    tokenizer = completions.tokenizer_of(args.base)
+    tokenizer = lib.completions.tokenizer_of(args.base)
     lines = [{"prompt": text, "pattern": ".*"} for text in PROMPTS]
-    rows = [(completions.prompt_tokens(tokenizer, line, args), line) for line in lines]
+    rows = [(lib.completions.prompt_tokens(tokenizer, line, args), line) for line in lines]
     torch.manual_seed(0)
-    return completions.collate([*completions.Prompts(rows, args)])
+    return lib.completions.collate([*lib.completions.Prompts(rows, args)])
 
 
 def by_hand(model, prompt, completion, temperature):
@@ -59,7 +55,7 @@ def by_hand(model, prompt, completion, temperature):
 def test_a_random_number_draws_a_token_as_often_as_it_is_probable():
     scores, count = 2 * torch.randn(7), 10000
     numbers = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
-    chosen = completions.Draw(numbers, 1.7)(None, scores.expand(count, 7)).argmax(1)
+    chosen = lib.completions.Draw(numbers, 1.7)(None, scores.expand(count, 7)).argmax(1)
     shares = chosen.bincount(minlength=7) / count
     torch.testing.assert_close(shares, (scores / 1.7).softmax(0), rtol=0, atol=1.01 / count)
 
@@ -68,23 +64,23 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
     model, args, batch
 ):
     prompts, _, numbers = batch
-    drawn, texts = completions.complete(model, prompts, numbers[:, 0], args)
-    other, _ = completions.complete(model, prompts, numbers[:, 1], args)
-    greedy, _ = completions.complete(model, prompts, None, args)
+    drawn, texts = lib.completions.complete(model, prompts, numbers[:, 0], args)
+    other, _ = lib.completions.complete(model, prompts, numbers[:, 1], args)
+    greedy, _ = lib.completions.complete(model, prompts, None, args)
     assert not drawn.equal(other) and not drawn.equal(greedy)
     for i, prompt in enumerate(prompts):
         alone = prompt[prompt != -100][None]
-        found, text = completions.complete(model, alone, numbers[i : i + 1, 0], args)
+        found, text = lib.completions.complete(model, alone, numbers[i : i + 1, 0], args)
         assert drawn[i, : found.shape[1]].equal(found[0]) and texts[i] == text[0]
         exact = model.generate(alone, max_new_tokens=9, do_sample=False)[0, alone.shape[1] :]
         assert greedy[i, : len(exact)].equal(exact)
 
 
 def test_the_end_of_a_completion_counts_and_what_is_behind_does_not(model, args, batch):
-    tokenizer = completions.tokenizer_of(args.base)
+    tokenizer = lib.completions.tokenizer_of(args.base)
     given = torch.tensor([[5, 2, 7], [5, 6, 7], [2, 2, 2], [5, 6, 2]])
     model.generate = lambda input_ids, **_: torch.cat((input_ids, given), dim=1)
-    found, texts = completions.complete(model, batch[0], None, args)
+    found, texts = lib.completions.complete(model, batch[0], None, args)
     assert tokenizer.eos_token_id == 2
     assert found.tolist() == [[5, 2, -100], [5, 6, 7], [2, -100, -100], [5, 6, 2]]
     assert texts == [tokenizer.decode(x) for x in ([5], [5, 6, 7], [], [5, 6])]
@@ -126,7 +122,9 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
         parts, weights = [], []
         for begin in range(0, 4, 2 * size):
             part = slice(begin, begin + 2 * size)
-            values = policy.group_loss(model, prompts[part], completions[part], rewards[part], args)
+            values = lib.policy.group_loss(
+                model, prompts[part], completions[part], rewards[part], args
+            )
             weight = values.get("weight", torch.ones(size))
             parts.append((values["loss"] * weight).mean())
             weights.append(weight.double().mean())
@@ -143,15 +141,15 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
 def test_with_lora_the_base_is_the_model_without_its_adapter(model, args, batch):
     prompts = batch[0]
     inputs = prompts, torch.randint(3, 999, (4, 5)), 1.0
-    before = policy.log_probabilities(model, *inputs)
+    before = lib.policy.log_probabilities(model, *inputs)
     adapted = lora.with_lora(model)
     for name, parameter in adapted.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter)
-    assert not torch.allclose(policy.log_probabilities(adapted, *inputs), before)
-    after = policy.base_log_probabilities(adapted, *inputs, base="no second model")
+    assert not torch.allclose(lib.policy.log_probabilities(adapted, *inputs), before)
+    after = lib.policy.base_log_probabilities(adapted, *inputs, base="no second model")
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert not torch.allclose(policy.log_probabilities(adapted, *inputs), before)
+    assert not torch.allclose(lib.policy.log_probabilities(adapted, *inputs), before)
 
 
 @pytest.mark.parametrize(

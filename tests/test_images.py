@@ -6,17 +6,12 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import Imported, assert_one_line, make, write_photos
+from composed import assert_one_line, make, write_photos
+from lazy import lib, photos, segmentation, tar_shards
 from PIL import Image
 from torchvision.transforms.v2 import Identity
 
 pytestmark = pytest.mark.slow
-
-captions = Imported("lib.captions")
-coco = Imported("lib.coco")
-photos = Imported("photos")
-segmentation = Imported("segmentation")
-tar_shards = Imported("tar_shards")
 
 
 def of_photos(path):
@@ -32,14 +27,14 @@ def of_detection(path):
     content = {"images": [{"id": 1, "file_name": path.name}], "annotations": []}
     content["categories"] = [{"id": 1}]
     path.with_suffix(".json").write_text(json.dumps(content))
-    return coco.Objects(path.parent, path.with_suffix(".json"), 2)[0][0]
+    return lib.coco.Objects(path.parent, path.with_suffix(".json"), 2)[0][0]
 
 
 def of_clip(path):
     def tokenize(caption):
         return {"input_ids": [1]}
 
-    return captions.Captioned([(path.name, "")], path.parent, tokenize, Identity())[0][0]
+    return lib.captions.Captioned([(path.name, "")], path.parent, tokenize, Identity())[0][0]
 
 
 def of_segmentation(path):

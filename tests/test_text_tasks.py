@@ -10,25 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import Imported, make
+from composed import make
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
+from lazy import (
+    masked_lm,
+    pyarrow,
+    reranker,
+    sacrebleu,
+    sentence_transformers,
+    seq2seq,
+    seqeval,
+    sklearn,
+    transformers,
+)
 
 from ddp_cifar import SeededSamples
 from lib import entities, ranking, rows
 
 pytestmark = pytest.mark.slow
 
-losses = Imported("sentence_transformers.cross_encoder.losses")
-masked_lm = Imported("masked_lm")
-metrics = Imported("seqeval.metrics")
-parquet = Imported("pyarrow.parquet")
-pyarrow = Imported("pyarrow")
-reranker = Imported("reranker")
-sacrebleu = Imported("sacrebleu")
-sentence_transformers = Imported("sentence_transformers")
-seq2seq = Imported("seq2seq")
-sklearn_metrics = Imported("sklearn.metrics")
-transformers = Imported("transformers")
 IMPORTS = ["transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"]
 IMPORTS += ["sacrebleu", "rouge_score.rouge_scorer"]
 close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
@@ -93,7 +93,7 @@ def test_entities_are_those_of_seqeval_in_all_its_schemes():
         scores = entities.entity_scores(pairs)
         assert 0.05 < scores["f1"] < 0.5
         for name, score in scores.items():
-            exact = getattr(metrics, f"{name}_score")([*truth], [*found])
+            exact = getattr(seqeval.metrics, f"{name}_score")([*truth], [*found])
             assert score == pytest.approx(exact), (name, tags)
     assert entities.entity_scores([(["NOUN", "VERB"], ["NOUN", "NOUN"])]) == {}
 
@@ -118,7 +118,7 @@ def test_the_f1_of_a_run_is_seqevals_of_what_transformers_loads(runs):
         predicted = answer.logits[0].argmax(1).tolist()
         truth.append(tags)
         found.append([model.config.id2label[predicted[i]] for i in first])
-    assert run.summary["test_f1"] == pytest.approx(metrics.f1_score(truth, found))
+    assert run.summary["test_f1"] == pytest.approx(seqeval.metrics.f1_score(truth, found))
     assert 0 < run.summary["test_f1"] < 1, "or it would be no test"
     right = [x == y for pair in zip(truth, found, strict=True) for x, y in zip(*pair, strict=True)]
     assert run.summary["test_loss"] == close(losses / len(right))
@@ -200,6 +200,7 @@ def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_
     names = ("query", nonempty), ("document", nonempty), ("label", float)
     test = rows.read_rows(run.summary["test"], *names)
     queries, documents, labels = zip(*test, strict=True)
+    losses = sentence_transformers.cross_encoder.losses
     with torch.no_grad():
         loss = losses.BinaryCrossEntropyLoss(model)([queries, documents], torch.tensor(labels))
     assert run.summary["test_loss"] == close(loss.item())
@@ -209,7 +210,7 @@ def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_
         of_query = [i for i, other in enumerate(queries) if other == query]
         truth = [labels[i] for i in of_query]
         if any(truth):
-            gains.append(sklearn_metrics.ndcg_score([truth], [[scores[i] for i in of_query]], k=10))
+            gains.append(sklearn.metrics.ndcg_score([truth], [[scores[i] for i in of_query]], k=10))
             best = sorted(of_query, key=lambda i: -scores[i])
             ranks.append(1 / (1 + [labels[i] > 0 for i in best].index(True)))
     assert run.summary["test_ndcg_at_10"] == close(sum(gains) / len(gains))
@@ -284,7 +285,7 @@ def test_a_row_that_cannot_be_read_is_one_line(name, tmp_path, monkeypatch):
 
 def test_rows_of_csv_parquet_and_json_lines_are_the_same(tmp_path):
     table = {"x": ["a, b", 'c "d"'], "y": ["1", "line\nline"]}
-    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text('y,z,x\n1,,"a, b"\n"line\nline",,"c ""d"""\n')
     values = [*zip(*table.values(), strict=True)]
     lines = [json.dumps({"x": x, "y": y}) for x, y in values]

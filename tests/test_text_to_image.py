@@ -5,20 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torchvision
 import toy
-from composed import Imported, make
+from composed import make
 from conftest import train_forked
+from lazy import diffusers, lib, lora, text_to_image, transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
 
-diffusers = Imported("diffusers")
-latents = Imported("lib.latents")
-lora = Imported("lora")
-text_to_image = Imported("text_to_image")
-torchvision = Imported("torchvision")
-transformers = Imported("transformers")
 IMPORTS = ["peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 IMPORTS += ["diffusers.models.unets.unet_2d_condition", "transformers.models.clip.modeling_clip"]
 
@@ -42,7 +38,7 @@ def args(base):
 def test_images_and_captions_are_encoded_as_their_models_do(base, args):
     """Each alone, by the models themselves."""
     rows = [(f"{i}.png", f"{'a ' * i}red ellipse") for i in range(7)]
-    means, deviations, texts = latents.encode(rows, args, "cpu")
+    means, deviations, texts = lib.latents.encode(rows, args, "cpu")
     vae = diffusers.AutoencoderKL.from_pretrained(base, subfolder="vae")
     model = transformers.CLIPTextModel.from_pretrained(base, subfolder="text_encoder")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, subfolder="tokenizer")
@@ -65,7 +61,7 @@ def test_noise_and_target_are_those_of_the_formula(kind):
     are the same whenever it is read after the same seed."""
     scheduler = diffusers.DDPMScheduler(prediction_type=kind)
     mean, deviation, texts = torch.randn(3, 4, 8, 8), torch.rand(3, 4, 8, 8), torch.randn(3, 5, 2)
-    samples = latents.Noisy([mean, deviation, texts], scheduler)
+    samples = lib.latents.Noisy([mean, deviation, texts], scheduler)
     assert len(samples) == 3
     betas = torch.linspace(0.0001, 0.02, 1000, dtype=torch.float64)
     for seed in range(9):
@@ -169,5 +165,5 @@ def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch
     args.output_dir = str(tmp_path)
     for caption, args.size, expected in (("a", 32, 1), ("a", 32, 1), ("b", 32, 2), ("a", 64, 3)):
         rows = [("0.png", caption)]
-        assert latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
+        assert lib.latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
         assert len(calls) == expected
