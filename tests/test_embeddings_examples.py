@@ -148,7 +148,7 @@ def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp
     """Embeddings of texts, sharded, too, and with a scaled loss. Both passes have the same dropout,
     which depends on the size of the microbatches."""
     flags = [*texts.flags, "--batch-size", 4]
-    runs = (1, "ddp"), (4, "ddp"), (2, "sharded"), (2, "amp")
+    runs = (2, "ddp"), (2, "sharded"), (2, "amp")
     weights = weights_in_any_division("embeddings", TEXTS, flags, tmp_path, *runs)
     assert weights["log_scale"].item() != pytest.approx(math.log(20), abs=1e-4), "learned"
 
@@ -188,9 +188,8 @@ def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_p
     """Each test pair counts once, also in the last batches, which are filled up on two processes;
     tokens behind the end of a text do not count. The reference embeds one text at a time."""
     plain = make(tmp_path / "plain.py", "ddp", "embeddings")
-    with_lora = make(tmp_path / "lora.py", "ddp", "embeddings", "lora")
     flags = [*texts.flags, "--batch-size", 4, "--max-steps", 12]
-    run, adapted = train(tmp_path, (2, plain, flags), (1, with_lora, flags))
+    (run,) = train(tmp_path, (2, plain, flags))
     model = transformers.AutoModel.from_pretrained(run.directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
     lines = (texts.directory / "pairs.jsonl").read_text().splitlines()[::10]
@@ -213,9 +212,6 @@ def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_p
     assert line["test_loss"] == pytest.approx(sum(losses) / 2, rel=ROUNDING_FLOAT32)
     assert line["test_recall_at_1"] == pytest.approx(sum(found) / 20)
     assert 0.05 < line["test_recall_at_1"], "better than by chance"
-    loaded = transformers.AutoModel.from_pretrained(adapted.directory / "adapter").state_dict()
-    trained = {name: loaded[name] for name in adapted.weights}
-    torch.testing.assert_close(trained, adapted.weights, rtol=0, atol=0)
 
 
 def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
@@ -226,11 +222,11 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
         row |= {"negative_1": other["positive"] + " not", "negative_2": "no " + other["anchor"]}
     (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, triples)))
     script = make(tmp_path / "mine.py", "ddp", "embeddings")
-    flags = [*texts.others, "--max-steps", 9, "--pairs", tmp_path / "triples.jsonl"]
+    flags = [*texts.others, "--max-steps", 4, "--pairs", tmp_path / "triples.jsonl"]
     runs = [
         (2, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
         (1, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
-        (2, script, [*flags, "--base", texts.directory / "last", "--batch-size", 4]),
+        (1, script, [*flags, "--base", texts.directory / "last", "--batch-size", 16]),
     ]
     cls, whole, last = train(tmp_path, *runs)
     assert_same_training(cls, whole, atol=1e-4)

@@ -55,7 +55,7 @@ def runs(tmp_path_factory):
     toy.write_json_lines(data / "queries/train.jsonl", labelled)
     easy = [{"source": str(i), "target": "no no no" + " no" * (i % 2)} for i in range(100)]
     toy.write_json_lines(data / "translations/train.jsonl", easy)
-    toy.write_json_lines(data / "translations/test.jsonl", easy[:19])
+    toy.write_json_lines(data / "translations/test.jsonl", easy[:11])
     flags = {
         "token_classification": [*files(data / "entities", "conll"), "--max-steps", 18],
         "seq2seq": [*files(data / "translations", "jsonl"), "--prefix", "say: ", "--beams", 2],
