@@ -1,23 +1,23 @@
 """Whatever happens to a checkpoint, the last good one stays, and the run continues from it."""
 
-import itertools
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     LITTLE,
+    LITTLE_DATA,
     SMALL,
-    STEPS,
     assert_identical,
+    assert_same_training,
     begin_of,
     content,
     copy,
     forked,
     load,
+    outputs,
     project,
 )
 
@@ -43,41 +43,51 @@ def the_error(answer, code=2):
     return line
 
 
-def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(tmp_path):
-    """One run, killed over and over while it saves, and the same command each time."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = ["--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 1, "--keep", 2]
-    one = {"recipe": "ddp_cifar", "processes": 1, "flags": flags, "grace": 1}
-    again = {**one, "directory": killed}
-    stopped = {**again, "disturbances": {"0": [1, "SIGTERM"]}, "grace": 30}
-    recorded = {**stopped, "save": ["record", tmp_path / "moments"]}
-    answers = forked([{**one, "directory": whole}, stopped, recorded], tmp_path)
-    assert [set(codes) for codes, _ in answers] == [{0}, {143}, {143}], answers
-    begin = checkpoints(killed)[-1]
-    moments = (tmp_path / "moments").read_text().split()
-    order = [kind for kind, _ in itertools.groupby(moments)]
-    first_deletion = order.index("unlink")
-    after_rename = order[order.index("replace") + 1 : first_deletion]
-    assert after_rename == ["open", "fsync"], "the new name is on the disk before an old one goes"
-    counted = Counter(moments)
-    assert [*counted] == ["open", "save", "fsync", "replace", "unlink"]
-    # Every other moment, as (operation, n): after each of them.
-    kills = [(kind, n) for kind, number in counted.items() for n in range(number)][1::2]
-    assert len(kills) >= 5
+KILLS = {  # rank, step, what it is about to do in the save after that, where the next run begins
+    "ddp_cifar": [
+        (0, 2, r"open unfinished\.tmp", 1),
+        (0, 3, r"os.rename unfinished\.tmp", 2),
+        (0, 4, "open killed", 4),  # the new one has its name
+        (0, 6, r"os.remove step-\d+\.pt", 6),  # an old one is to be deleted
+    ],
+    "sharded_cifar": [
+        (1, 2, "open shard-00002-model-00003-.*", 1),
+        (0, 2, "open run.pt", 1),
+        (0, 3, r"os.rename step-\d+\.tmp", 2),
+        (0, 4, r"os.rename step-\d+", 4),
+        (0, 6, r"os.rmdir step-\d+\.deleted\.tmp", 6),
+    ],
+}
+# A new checkpoint and its name are on the disk before an old one goes.
+ORDER = {
+    "ddp_cifar": r"fsync unfinished\.tmp rename unfinished\.tmp fsync killed OLD",
+    "sharded_cifar": r"fsync run\.pt fsync (\S+) rename \1 fsync killed OLD",
+}
 
-    begins = [begin]
-    answers = forked([*({**again, "save": kill} for kill in kills), again], tmp_path)
-    for (codes, output), expected in zip(answers, [*[-9] * len(kills), 0], strict=True):
-        assert codes[0] == expected, output
-        assert "skipping" not in output, "a checkpoint under its final name was not complete"
-        begins.append(begin_of(output))
-    assert begins == sorted(begins), "a checkpoint was lost"
-    assert begin < begins[-1] < STEPS, "the kills came too early or too late to prove anything"
-    for step in (STEPS - 1, STEPS):
-        name = f"step-{step:08}.pt"
-        assert_identical(content(whole / name), content(killed / name))
-    left = sorted(path.name for path in killed.glob("*"))
-    assert left == sorted(path.name for path in whole.glob("*"))
+
+@pytest.mark.parametrize("recipe", KILLS)
+def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
+    """One run, killed over and over while it saves, and the same command each time."""
+    text = project("disturbed") + "\nFILE_SIZE = 1000\n"
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=text)
+    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
+    flags += ["--log-every", 1, "--output-dir"]
+    one = {"processes": 2, "script": script, "directory": tmp_path, "grace": 0.5}
+    kills = [{"DISTURB": json.dumps(kill)} for *kill, _ in KILLS[recipe]]
+    runs = [{**one, "flags": [*flags, "killed"], "env": env} for env in (*kills, {})]
+    whole, *answers = forked([{**one, "flags": [*flags, "whole"]}, *runs], tmp_path)
+    assert whole[0] == answers[-1][0] == [0, 0], answers[-1]
+    for (rank, *_, begin), before, after in zip(KILLS[recipe], answers, answers[1:], strict=False):
+        assert before[0][rank] == -9, before
+        assert begin_of(after[1]) == begin, after
+        assert "damaged" not in after[1], "a checkpoint under its final name was not complete"
+    whole, killed = (outputs(tmp_path / name) for name in ("whole", "killed"))
+    assert_same_training(killed, whole, 0)
+    left = [sorted(path.name for path in run.directory.iterdir()) for run in (whole, killed)]
+    assert left[0] == left[1] and sum(name.startswith("step-") for name in left[0]) == 2
+    disk, old = (killed.directory / "disk.0").read_text(), r"(?:re\w+ step-\d+(?!\d|\.tmp)\S* ?)+"
+    order = ORDER[recipe].replace("OLD", old)
+    assert len(re.findall(order, disk)) == len(re.findall(old, disk)) >= 2, disk
 
 
 CANNOT_WRITE = {

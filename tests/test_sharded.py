@@ -20,7 +20,6 @@ from conftest import (
     copy,
     forked,
     load,
-    outputs,
     project,
     train_forked,
 )
@@ -139,21 +138,18 @@ def test_mistakes_are_one_line():
         recipe.check_units(tied)
 
 
-@pytest.fixture(scope="module")
-def disturbed(tmp_path_factory):
-    """A copy of the recipe that can be killed, and more, with BatchNorm and dropout."""
-    directory = tmp_path_factory.mktemp("disturbed")
-    text = project("sharded_disturbed") + FILES
-    return copy("sharded_cifar", directory / "disturbed.py", LITTLE_DATA, project=text)
+DISTURBED = project("disturbed") + FILES
 
 
-def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(disturbed, tmp_path):
+def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(tmp_path):
     """Not even the running statistics. bf16 sums gradients in fp32, and leaves norms in fp32.
     Gradients are summed once a step, or with --sync-each-batch after both microbatches."""
     cases = {"fp32": [], "fp32 twice": ["--activation-checkpointing"]}
     cases["bf16 twice"] = ["--activation-checkpointing", "--precision", "bf16", "--sync-each-batch"]
     flags = [*SMALL, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 3]
-    runs = [(2, disturbed, [*flags, *own]) for own in cases.values()]
+    text = DISTURBED + project("sharded_counted")
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
+    runs = [(2, script, [*flags, *own]) for own in cases.values()]
     weights, losses, counted = {}, {}, {}
     for name, run in zip(cases, train_forked(tmp_path, *runs), strict=True):
         weights[name] = run.weights
@@ -196,51 +192,6 @@ def test_compiled_units_are_the_eager_ones(backend, tmp_path):
     assert compiled.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
 
 
-KILLS = [  # rank, step, what it is about to do in the save after that; where the next run begins
-    (1, 2, "open shard-00002-model-00003-.*", 1),
-    (0, 2, "open run.pt", 1),
-    (0, 3, r"os.rename step-\d+\.tmp", 2),
-    (0, 4, r"os.rename step-\d+", 4),  # the new one has its name, an old one is to be deleted
-    (0, 6, r"os.rmdir step-\d+\.deleted\.tmp", 6),
-]
-
-
-@pytest.fixture(scope="module")
-def killed(disturbed, tmp_path_factory):
-    """The directories of a run of eight steps that was killed in its saves, and of one that was
-    not, and what the runs printed."""
-    directory = tmp_path_factory.mktemp("killed")
-    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
-    runs = [described(directory, disturbed, "whole", *flags, "--keep", 99)]
-    for kill in (*(kill[:3] for kill in KILLS), None):
-        runs.append(described(directory, disturbed, "killed", *flags, disturb=kill))
-    return directory, forked(runs, directory)
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(killed):
-    directory, (whole, *runs) = killed
-    assert whole[0] == runs[-1][0] == [0, 0], runs[-1]
-    for (codes, output), (rank, *_) in zip(runs, KILLS, strict=False):
-        assert codes[rank] == -9, output
-    for (_, output), (*_, begins) in zip(runs[1:], KILLS, strict=True):
-        assert f"resuming from killed/step-{begins:08}" in output, output
-        assert "damaged" not in output, "a checkpoint under its final name was not complete"
-    whole, killed = directory / "whole", directory / "killed"
-    assert_equal(checkpoint(killed / "step-00000008"), checkpoint(whole / "step-00000008"))
-    assert_same_training(outputs(killed), outputs(whole), 0)
-    names = {"step-00000007", "step-00000008", "metrics.jsonl", "summary.json"}
-    names |= {"run.lock", "run.id"}
-    names.add("disturbed.from-00000000.py")
-    names |= {"model.safetensors", "counted.0", "counted.1"}
-    assert {path.name for path in killed.iterdir()} == names
-    # A new checkpoint and its name are on the disk before an old one goes.
-    disk = json.loads((killed / "counted.0").read_text())["disk"]
-    old = r"rename step-\d+(?!\d|\.)"
-    order = rf"fsync run\.pt fsync (\S+) rename \1 fsync killed {old}"
-    assert len(re.findall(order, disk)) == len(re.findall(old, disk)) >= 2, disk
-
-
 class Hostile:
     """A pickle that writes a file when it is read."""
 
@@ -252,11 +203,12 @@ class Hostile:
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(
-    disturbed, killed, tmp_path
-):
+def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(tmp_path):
     """One run continues before six damaged ones. In another one a checksum is forged, too."""
-    whole, executed = killed[0] / "whole", tmp_path / "executed"
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
+    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
+    whole, executed = tmp_path / "whole", tmp_path / "executed"
+    forked([described(tmp_path, script, "whole", *flags)], tmp_path)
     for name in ("damaged", "forged"):
         shutil.copytree(whole, tmp_path / name)
     folders = [tmp_path / f"damaged/step-{step:08}" for step in range(9)]
@@ -276,8 +228,7 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(
     content["checksums"][shards[0]] = recipe.checksum(forged / shards[0])
     torch.save(content, forged / "run.pt")
 
-    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
-    runs = [described(tmp_path, disturbed, name, *flags) for name in ("damaged", "forged")]
+    runs = [described(tmp_path, script, name, *flags) for name in ("damaged", "forged")]
     (codes, output), (failed, _) = forked(runs, tmp_path, together=2)
     assert not executed.exists() and codes == [0, 0] and failed != [0, 0], output
     assert output.count("skipping damaged") == 6
@@ -288,18 +239,19 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(
 
 
 @pytest.mark.slow
-def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(disturbed, tmp_path):
+def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(tmp_path):
     """A disk is full for one rank, a batch of one rank is not finite, or --weights is no model."""
+    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
     flags = ["--batch-size", 16, "--checkpoint-every", 2]
     cases = {"full": "cannot write full/step-00000004, earlier ones stay", "nan": "not finite"}
-    runs = [described(tmp_path, disturbed, name, *flags, disturb=[1, 4, name]) for name in cases]
+    runs = [described(tmp_path, script, name, *flags, disturb=[1, 4, name]) for name in cases]
     cases["weights"] = "argument --weights: cannot load"
-    runs.append(described(tmp_path, disturbed, "weights", "--weights", __file__))
+    runs.append(described(tmp_path, script, "weights", "--weights", __file__))
     for name, (codes, output) in zip(cases, forked(runs, tmp_path, together=2), strict=True):
         assert codes[0] == 2 and codes[1] != 0 and cases[name] in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
         left = {path.name for path in (tmp_path / name).iterdir()} - {"metrics.jsonl"}
-        trained = {"disturbed.from-00000000.py", "step-00000002"} if name != "weights" else set()
+        trained = {"mine.from-00000000.py", "step-00000002"} if name != "weights" else set()
         assert left == {"run.lock", "run.id"} | trained
 
 

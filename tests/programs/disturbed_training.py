@@ -2,17 +2,15 @@
 JSON:
 
     {"recipe": "ddp_cifar", "directory": ..., "flags": [...],
-     "disturbances": {"RANK": [n, what]}, "save": [what, n]}
+     "disturbances": {"RANK": [n, what]}}
 
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every
 process appends a digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance
 happens to a process at the n-th step since its start: a signal by its name, or "stall"; those of
-RANK.1 happen where the launcher has restarted it once. `save` kills the main process at the n-th
-moment before or after an operation on the disk. `code` is executed first. `plain` leaves the
+RANK.1 happen where the launcher has restarted it once. `code` is executed first. `plain` leaves the
 recipe's model, narrower; `in_float64` trains in it.
 """
 
-import collections
 import hashlib
 import itertools
 import json
@@ -20,8 +18,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from conftest import IN_FLOAT64, load
@@ -77,55 +73,6 @@ def watch_batches(recipe, directory, when, what):
     recipe.train_step = watched_step
 
 
-def kill_while_saving(recipe, operation, moment):
-    """Before and after every operation on the disk in a save: the n-th such moment of one kind is
-    the process's last. After a torch.save, half of the file is on the disk. With the operation
-    "record", `moment` is a file: it gets the kinds of all moments of the first save."""
-    moments = collections.Counter()
-    kinds = []
-    saving = False
-
-    def watched(function, name):
-        def with_moments(*arguments, **options):
-            for after in (False, True):
-                if after:
-                    result = function(*arguments, **options)
-                if saving:
-                    if name == operation and moments[name] == moment:
-                        if name == "save" and after:
-                            arguments[1].truncate(arguments[1].tell() // 2)
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    moments[name] += 1
-                    kinds.append(name)
-            return result
-
-        return with_moments
-
-    recipe.open = watched(open, "open")
-    torch.save = watched(torch.save, "save")
-
-    save = recipe.Checkpoints.save
-
-    def watched_save(*arguments):
-        nonlocal saving
-        saving = True
-        seconds = save(*arguments)
-        saving = False
-        if operation == "record":
-            Path(moment).write_text("\n".join(kinds))
-            recipe.Checkpoints.save = save
-        return seconds
-
-    recipe.Checkpoints.save = watched_save
-
-    class WatchedPath(type(recipe.Path())):
-        unlink = watched(type(recipe.Path()).unlink, "unlink")
-
-    recipe.Path = WatchedPath
-    replaced = {name: watched(getattr(os, name), name) for name in ("open", "fsync", "replace")}
-    recipe.os = SimpleNamespace(**{**vars(os), **replaced})
-
-
 def train(run, prepare=lambda recipe: None):
     exec(run.get("code", ""), {})
     recipe = load(f"recipes/{run['recipe']}.py")
@@ -140,8 +87,6 @@ def train(run, prepare=lambda recipe: None):
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = rank if attempt == "0" else f"{rank}.{attempt}"
     watch_batches(recipe, run["directory"], *run.get("disturbances", {}).get(name, (0, None)))
-    if rank == "0":
-        kill_while_saving(recipe, *run.get("save", (None, 0)))
     prepare(recipe)
     flags = ["--data", "synthetic", "--model", "simple_cnn", "--epochs", 2, "--log-every", 3]
     flags += ["--cpu", "--clip-norm", 9, "--output-dir", run["directory"], *run["flags"]]

@@ -38,7 +38,7 @@ def log(call):
 
 
 def loss_that_stalls(model, batch, args):
-    log(20)
+    log(17)  # in training, also of nine ranks
     return plain_loss(model, batch, args)
 
 
