@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    IN_FLOAT64,
+    LITTLE,
     ROUNDING,
     ROUNDING_FLOAT32,
+    SMALL,
     Exit,
-    answers,
     assert_same_training,
+    copy,
     load,
     project,
     train_forked,
@@ -25,49 +28,60 @@ recipe = load("recipes/pipeline_cifar.py", exits=True)
 TWO = ["--chunks", 2]  # more would take more time
 
 
-@pytest.fixture(scope="module")
-def gradients(tmp_path_factory):
-    return answers(
-        "pipeline_gradient", tmp_path_factory.mktemp("gradients"), {n: (n,) for n in (2, 4)}
-    )
+# {case: what the copies have, flags, numbers of processes}
+CASES = {
+    "simple_cnn": ({}, [], (2, 4)),
+    "weighted": (
+        {"build_model": "model_that_works_in_place", "compute_loss": "weighted_loss"},
+        ["--clip-norm", 0.05],
+        (2, 4),
+    ),
+    "frozen": ({"build_model": "model_with_a_frozen_stage"}, ["--clip-norm", 0.05], (4,)),
+    "batchnorm": ({"build_model": "model_with_batchnorm"}, [], (2,)),  # of all chunks
+}
+SHAPES = {
+    1: ["--batch-size", 6],
+    2: ["--batch-size", 48, "--chunks", 8],
+    4: ["--batch-size", 12, "--chunks", 2, "--schedule", "1f1b"],
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_gradients_and_steps_are_those_of_the_whole_model(gradients, processes):
-    """Over the same chunks: both schedules, several cuts, BatchNorm, momentum, accumulation, an
-    operation in place, buffers, a frozen stage, clipping, and weighted samples."""
-    cases = gradients[processes]["cases"]
-    assert len(cases) == {2: 7, 4: 6}[processes]
-    for case, (deviation, update, loss, expected_loss) in cases.items():
-        # The sums of weights, and the norm that clips, are in float32.
-        tolerance = 1e-6 if case.endswith("True") or "frozen" in case else 1e-12
-        assert deviation < tolerance < 1e-4 < update, case
-        assert loss == pytest.approx(expected_loss, abs=1e-6), case
-    # A stage that waits has as much time as the other collectives.
-    assert set(gradients[4]["timeouts"]) == {recipe.TIMEOUT.total_seconds()}
-
-
-def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(tmp_path):
-    """In the pipelines, 128 test samples in batches of 48 or 12 leave a batch incomplete."""
-    flags = ["--max-steps", 10, "--lr", 0.2, "--global-batch-size", 48, "--batch-size"]
-    in_float64 = {"in_float64": True}
-    runs = train_forked(
-        tmp_path,
-        (1, "ddp_cifar", [*flags, 12], in_float64),
-        (2, "pipeline_cifar", [*flags, 48, "--chunks", 4], in_float64),
-        (4, "pipeline_cifar", [*flags, 12, "--chunks", 2, "--schedule", "1f1b"], in_float64),
-        (2, "pipeline_cifar", [*flags, 48, "--precision", "bf16", *TWO]),
-    )
-    whole, *pipelines, bf16 = runs
-    assert [run.summary["accumulation"] for run in runs] == [4, 1, 2, 1]
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(case, tmp_path):
+    """Over the same chunks of six samples, also of weighted ones, most of which weigh nothing. The
+    second stage begins with an operation in place; pipelines have another buffer; the first stage
+    is frozen. 64 test samples leave a batch incomplete."""
+    chosen, flags, counts = CASES[case]
+    text = project("pipeline", **chosen) + IN_FLOAT64
+    flags = [*SMALL, "--max-steps", 10, "--lr", 0.2, "--global-batch-size", 48, *flags]
+    runs = []
+    for processes in (1, *counts):
+        name = "pipeline" if processes > 1 else "ddp"
+        script = tmp_path / f"{processes}.py"
+        copy(f"{name}_cifar", script, *LITTLE, project=text)
+        runs.append((processes, script, [*flags, *SHAPES[processes]]))
+    whole, *pipelines = train_forked(tmp_path, *runs)
+    accumulation = {1: 8, 2: 1, 4: 2}
+    for processes, run in zip((1, *counts), (whole, *pipelines), strict=True):
+        assert run.summary["accumulation"] == accumulation[processes]
     losses = [line["loss"] for line in whole.train]
     assert losses[0] - min(losses) > 1e-2, "or it would prove nothing"
-    for run in pipelines:
-        assert_same_training(run, whole, ROUNDING, {"grad_norm"})  # which is in float32
-    in_bf16 = [line["loss"] for line in bf16.train]
-    assert in_bf16 == pytest.approx(losses, abs=1e-2)
-    assert in_bf16 != pytest.approx(losses, abs=1e-5)
+    clipped = "--clip-norm" in flags
+    assert not clipped or min(line["grad_norm"] for line in whole.train) > 0.1
+    for run in pipelines:  # the norm that clips is in float32
+        assert_same_training(run, whole, 1e-6 if clipped else ROUNDING, {"grad_norm"})
+        norms = [[line["grad_norm"] for line in one.train] for one in (run, whole)]
+        assert norms[0] == pytest.approx(norms[1], rel=ROUNDING_FLOAT32)
+        # A stage that waits has as much time as the other collectives.
+        assert set(re.findall("timeout: (.*)", run.output)) == {str(recipe.TIMEOUT)}
+
+
+def test_bf16_follows_fp32(tmp_path):
+    flags = ["--max-steps", 5, "--lr", 0.2, "--batch-size", 48, *TWO, "--precision"]
+    runs = [(2, "pipeline_cifar", [*flags, precision]) for precision in ("fp32", "bf16")]
+    losses = [[line["loss"] for line in run.train] for run in train_forked(tmp_path, *runs)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-2)
+    assert losses[1] != pytest.approx(losses[0], abs=1e-5)
 
 
 CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]

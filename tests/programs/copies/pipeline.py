@@ -1,13 +1,48 @@
-"""For copies in test_pipeline.py: outputs of the last stages, and weights tied within a stage."""
+"""For copies in test_pipeline.py: models, weighted losses, outputs of the last stages."""
 
 import sys
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
-from pipeline_cifar import compute_loss
+from pipeline_cifar import RANK, compute_loss, main
 
-plain_loss = compute_loss
+plain_loss, plain_main = compute_loss, main
+
+
+def main():
+    plain_main()
+    for group in filter(None, distributed_c10d._world.pg_map):
+        print("timeout:", group._get_backend(torch.device("cpu")).options._timeout)
+
+
+def weighted_loss(model, batch, args):
+    return {**plain_loss(model, batch, args), "weight": batch[1] * (batch[1] > 7)}
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("pipeline", torch.tensor(RANK // 2))
+
+    def forward(self, x):
+        return x + self.pipeline
+
+
+def model_that_works_in_place(args):
+    first = nn.Flatten(), Shift(), nn.Linear(768, 8)
+    return nn.Sequential(*first, nn.ReLU(inplace=True), Shift(), nn.Linear(8, 10))
+
+
+def model_with_a_frozen_stage(args):
+    frozen = nn.Linear(768, 8).requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), frozen, nn.ReLU(), nn.Linear(8, 10))
+
+
+def model_with_batchnorm(args):
+    first = nn.Flatten(), nn.Linear(768, 8), nn.BatchNorm1d(8)
+    return nn.Sequential(*first, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
 
 
 def loss_with_outputs(model, batch, args):
