@@ -218,17 +218,15 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
     flags += ["--threads", 1]
     command = [*LAUNCH, CONFIGS[2], script, *flags, "--log-every", 1]
     command += ["--output-dir", tmp_path / "run"]
-    metrics = tmp_path / "run/metrics.jsonl"
     with open(tmp_path / "log", "w") as log:
-        environment = {**os.environ, "GATE": str(tmp_path / "gate")}
-        first = Launched(command, env=environment, output=log)
+        first = Launched(command, env={**os.environ, "GATE": "2/3"}, output=log)
     try:
-        wait_until(lambda: metrics.exists() and '"step": 2' in metrics.read_text())
+        wait_until((tmp_path / "run/gate-2").exists)
         second = launch(command, check=False)
         (line,) = re.findall("^mine: error: (.*)$", second.stderr, re.MULTILINE)
         in_use = f"--output-dir {tmp_path}/run is in use by another run: "
         assert second.returncode and line.startswith(in_use)
-        (tmp_path / "gate").touch()
+        (tmp_path / "run/open").touch()
         assert first.wait(300) == 0, (tmp_path / "log").read_text()
     finally:
         first.kill()

@@ -90,14 +90,14 @@ def test_only_what_would_fail_again_ends_the_job_and_an_eviction_does_not_count(
 @pytest.mark.twin  # of a lost machine, in test_elastic.py
 @needs_pods
 def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine(tmp_path):
-    gate = project("interruption", train_step="step_of_a_pod")
+    gate = project("interruption", train_step="step_at_a_gate", GATE='"2/12"')  # in mid-epoch
     directory = volume(tmp_path / "volume", gate)
-    (directory / "wait").touch()
+    results = directory / "runs/kubernetes"
     with Pods(edited(), directory) as pods:
         evicted = pods.start(0, 1)
-        wait_until((directory / "gate").exists)
+        wait_until((results / "gate-2").exists)
         evicted[1].terminate()
-        (directory / "wait").unlink()
+        (results / "open").touch()
         assert pods.exit_codes(evicted) == [143, 143], pods.logs()
         assert pods.exit_codes(pods.start(0, 1)) == [0, 0], pods.logs()
         logs = pods.logs()
@@ -105,8 +105,10 @@ def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine
     step = int(saved.split("stopped after step ")[1].split(",")[0])
     assert 12 <= step <= 15 and f'"resumed_from": {step}' in logs
 
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/open").touch()
     (whole,) = train_forked(tmp_path, (2, directory / "recipes/ddp_cifar.py", FLAGS))
-    ours = outputs(directory / "runs/kubernetes")
+    ours = outputs(results)
     assert (ours.summary["world_size"], ours.summary["resumed_from"]) == (2, step)
     assert_same_training(ours, whole, 0)
 

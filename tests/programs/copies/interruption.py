@@ -1,4 +1,4 @@
-"""For copies in test_interruption.py and test_kubernetes.py: signals, stuck workers, gates."""
+"""For copies in tests of interruptions: signals, stuck workers, gates."""
 
 import errno
 import math
@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_cifar import compute_loss, log_line, main, train_step
+from ddp_cifar import WORLD_SIZE, compute_loss, log_line, main, train_step
 
 plain_loss, plain_main, plain_step = compute_loss, main, train_step
+GATE = os.environ.get("GATE", "0/0")
 
 
 def data_of_a_fork_server(args, accelerator):
@@ -102,15 +103,12 @@ def slow_step(run, *arguments):
 
 
 def step_at_a_gate(run, *arguments):
-    while run.step == 3 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
-        time.sleep(0.05)
-    return plain_step(run, *arguments)
-
-
-def step_of_a_pod(run, *arguments):
-    if run.step == 12:  # in mid-epoch; the Job's second start is behind it
-        Path("gate").touch()
-        while Path("wait").exists():
+    """With GATE=2/8: in the eighth step of two ranks since their start make a file, and wait for a
+    signal, or until there is another file."""
+    ranks, step = map(int, GATE.split("/"))
+    if (WORLD_SIZE, run.step - run.resumed_from) == (ranks, step):
+        Path(run.directory, f"gate-{ranks}").touch()
+        while not (run.watcher.received or Path(run.directory, "open").exists()):
             time.sleep(0.05)
     return plain_step(run, *arguments)
 
