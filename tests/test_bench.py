@@ -92,45 +92,31 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     assert "No whole round, then interrupted" in output
 
 
-RUNS = [("ddp_cifar", 2), ("data_parallel_cifar", 1)]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The directories of two runs of `bench.py run`."""
-    directory = tmp_path_factory.mktemp("runs")
+def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(tmp_path):
+    """Of a recipe on two processes, and of the baseline."""
     small = {"data": "synthetic", "model": "simple_cnn", "batch_size": 16}
     args = SimpleNamespace(**small, data_dir="data", stem="imagenet", steps=2)
-
-    def measuring(recipe, processes):
-        command = bench.Configuration(recipe, processes).command(args, "out")
-        return command[command.index("run") :]  # without the launcher
-
-    requests = {}
-    for recipe, processes in RUNS:
-        own = directory / recipe
-        own.mkdir()
-        request = {"script": ROOT / "benchmarks/bench.py", "directory": own}
-        request |= {"processes": processes, "flags": measuring(recipe, processes)}
-        requests[recipe] = request
-    for codes, output in forked(list(requests.values()), directory, together=2):
+    runs = []
+    for recipe, processes in (("ddp_cifar", 2), ("data_parallel_cifar", 1)):
+        command = bench.Configuration(recipe, processes).command(args, tmp_path / recipe)
+        flags = command[command.index("run") :]  # without the launcher
+        run = {"processes": processes, "flags": flags, "directory": tmp_path}
+        runs.append({**run, "script": ROOT / "benchmarks/bench.py"})
+    for run, (codes, output) in zip(runs, forked(runs, tmp_path, together=2), strict=True):
         assert set(codes) == {0}, output
-    return {recipe: request["directory"] / "out" for recipe, request in requests.items()}
-
-
-@pytest.mark.parametrize(("recipe", "processes"), RUNS)
-def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(recipe, processes, runs):
-    directory = runs[recipe]
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if line["event"] == "train"]
-    assert [line["step"] for line in train] == [2, 4] and {x["epoch"] for x in lines} == {1}
-    summary = json.loads((directory / "summary.json").read_text())
-    assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
-    assert summary.get("steps_per_epoch", 10**7) > 10**6  # over the same images again and again
-    sample = bench.sample_of_recipe(directory, train[0]["time"] - 5)
-    assert sample["measured_samples"] == 2 * 16 * processes and sample["start_seconds"] == 5
-    assert sample["samples_per_second"] == pytest.approx(train[1]["samples_per_second"])
-    assert sample["peak_memory_gib"] == train[-1].get("peak_memory_gib")
+        directory = tmp_path / run["flags"][1]
+        lines = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
+        train = [line for line in lines if line["event"] == "train"]
+        assert [line["step"] for line in train] == [2, 4] and {x["epoch"] for x in lines} == {1}
+        summary = json.loads((directory / "summary.json").read_text())
+        assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
+        # Over the same images again and again.
+        assert summary.get("steps_per_epoch", 10**7) > 10**6
+        sample = bench.sample_of_recipe(directory, train[0]["time"] - 5)
+        assert sample["measured_samples"] == 2 * 16 * run["processes"]
+        assert sample["start_seconds"] == 5
+        assert sample["samples_per_second"] == pytest.approx(train[1]["samples_per_second"])
+        assert sample["peak_memory_gib"] == train[-1].get("peak_memory_gib")
 
 
 def test_the_baseline_is_measured_between_its_last_two_lines_of_losses():
