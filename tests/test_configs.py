@@ -41,28 +41,20 @@ STEPS = 8  # of two epochs
 LAYOUTS = [(1, 64, 1), (2, 9, 4), (8, 128, 1)]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """{layout: the same training in this layout}"""
-    directory = tmp_path_factory.mktemp("layouts")
-    script = copy("ddp_cifar", directory / "ddp.py", *LITTLE, project=IN_FLOAT64)
+@pytest.mark.slow
+def test_any_number_of_processes_and_any_accumulation_train_the_same(tmp_path):
+    script = copy("ddp_cifar", tmp_path / "ddp.py", *LITTLE, project=IN_FLOAT64)
     flags = [*SMALL, "--global-batch-size", 64, "--max-steps", STEPS, "--lr", 0.4, "--batch-size"]
     runs = [(processes, script, [*flags, batch]) for processes, batch, _ in LAYOUTS]
-    return dict(zip(LAYOUTS, train_forked(directory, *runs), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_number_of_processes_and_any_accumulation_train_the_same(results, layout):
-    processes, _, accumulation = layout
-    result, reference = results[layout], results[LAYOUTS[0]]
-    summary = result.summary
-    assert (summary["world_size"], summary["accumulation"]) == (processes, accumulation)
-    assert (summary["steps"], summary["global_batch_size"]) == (STEPS, 64)
-    assert summary["batch_size"] * accumulation * processes == 64
-    losses = [line["loss"] for line in result.train]
+    results = train_forked(tmp_path, *runs)
+    for (processes, _, accumulation), result in zip(LAYOUTS, results, strict=True):
+        summary = result.summary
+        assert (summary["world_size"], summary["accumulation"]) == (processes, accumulation)
+        assert (summary["steps"], summary["global_batch_size"]) == (STEPS, 64)
+        assert summary["batch_size"] * accumulation * processes == 64
+        assert_same_training(result, results[0], ROUNDING)
+    losses = [line["loss"] for line in results[0].train]
     assert len(losses) == STEPS and losses[0] - losses[-1] > 0.01, "or it would prove nothing"
-    assert_same_training(result, reference, ROUNDING)
 
 
 def divided(global_batch, batch, replicas, multiple=1):

@@ -18,6 +18,7 @@ from conftest import (
     Exit,
     assert_same_training,
     copy,
+    described_copy,
     forked,
     load,
     project,
@@ -27,20 +28,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 recipe = load("recipes/sharded_cifar.py", exits=True)
-
-
-def described(directory, script, name, *flags, disturb=None):
-    """A run for `forked` of a copy of a recipe on two processes, with outputs in directory/name."""
-    return {
-        "script": script,
-        "processes": 2,
-        "directory": directory,
-        "flags": [*SMALL, "--log-every", 1, "--output-dir", name, *flags],
-        "env": {"DISTURB": json.dumps(disturb or [0, 0, ""])},
-        # As under a launcher, which ends all processes soon after the first has failed.
-        "grace": 0.5,
-        "terminate": True,
-    }
 
 
 def checkpoint(folder):
@@ -206,9 +193,13 @@ class Hostile:
 def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(tmp_path):
     """One run continues before six damaged ones. In another one a checksum is forged, too."""
     script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
-    flags = ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
+    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
+    one = {"script": script, "processes": 2, "directory": tmp_path, "grace": 0.5}
+    whole, *runs = (
+        {**one, "flags": [*flags, "--output-dir", name]} for name in ("whole", "damaged", "forged")
+    )
+    forked([whole], tmp_path)
     whole, executed = tmp_path / "whole", tmp_path / "executed"
-    forked([described(tmp_path, script, "whole", *flags)], tmp_path)
     for name in ("damaged", "forged"):
         shutil.copytree(whole, tmp_path / name)
     folders = [tmp_path / f"damaged/step-{step:08}" for step in range(9)]
@@ -228,7 +219,6 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(tmp_pa
     content["checksums"][shards[0]] = recipe.checksum(forged / shards[0])
     torch.save(content, forged / "run.pt")
 
-    runs = [described(tmp_path, script, name, *flags) for name in ("damaged", "forged")]
     (codes, output), (failed, _) = forked(runs, tmp_path, together=2)
     assert not executed.exists() and codes == [0, 0] and failed != [0, 0], output
     assert output.count("skipping damaged") == 6
@@ -241,16 +231,21 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(tmp_pa
 @pytest.mark.slow
 def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(tmp_path):
     """A disk is full for one rank, a batch of one rank is not finite, or --weights is no model."""
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
-    flags = ["--batch-size", 16, "--checkpoint-every", 2]
-    cases = {"full": "cannot write full/step-00000004, earlier ones stay", "nan": "not finite"}
-    runs = [described(tmp_path, script, name, *flags, disturb=[1, 4, name]) for name in cases]
-    cases["weights"] = "argument --weights: cannot load"
-    runs.append(described(tmp_path, script, "weights", "--weights", __file__))
-    for name, (codes, output) in zip(cases, forked(runs, tmp_path, together=2), strict=True):
-        assert codes[0] == 2 and codes[1] != 0 and cases[name] in output, output
+    cases = {  # what is printed, flags
+        "full": ("cannot write run/step-00000004, earlier ones stay", []),
+        "nan": ("not finite", []),
+        "weights": ("argument --weights: cannot load", ["--weights", __file__]),
+    }
+    runs = []
+    for name, (_, more) in cases.items():
+        flags = ["--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, *more]
+        run = described_copy(tmp_path / name, "sharded_cifar", project=DISTURBED, flags=flags)
+        runs.append(run | {"processes": 2, "env": {"DISTURB": json.dumps([1, 4, name])}})
+    answers = forked(runs, tmp_path, together=2)
+    for (name, (said, _)), (codes, output) in zip(cases.items(), answers, strict=True):
+        assert codes[0] == 2 and codes[1] != 0 and said in output, output
         assert output.count("error:") == 1 and "Traceback" not in output, output
-        left = {path.name for path in (tmp_path / name).iterdir()} - {"metrics.jsonl"}
+        left = {path.name for path in (tmp_path / name / "run").iterdir()} - {"metrics.jsonl"}
         trained = {"mine.from-00000000.py", "step-00000002"} if name != "weights" else set()
         assert left == {"run.lock", "run.id"} | trained
 

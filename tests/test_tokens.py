@@ -17,7 +17,6 @@ OVERFLOW = {"disturb": "overflow"}
 CASES = {
     "1 x 8": ("ddp_cifar", 1, 8, None, {}, False),
     "2 processes x 1, accumulated 4": ("ddp_cifar", 2, 1, None, {}, False),
-    "clipped": ("ddp_cifar", 2, 2, 0.1, {}, False),
     "a process without targets": ("ddp_cifar", 2, 4, None, {}, True),
     "most microbatches without targets": ("ddp_cifar", 2, 1, 0.1, {}, True),
     "amp, loss scaling": ("amp_cifar", 2, 2, None, SCALER, False),
