@@ -20,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 path, device, precision = sys.argv[1:]
 cuda = device == "cuda"
 recipe = load("recipes/amp_cifar.py")
-args = SimpleNamespace(data="synthetic", model="simple_cnn", batch_size=2, global_batch_size=4)
-vars(args).update(cpu=not cuda, threads=None, tracker=None, hang_timeout=600, log_every=99)
-vars(args).update(clip_norm=None)
-vars(args).update(seed=0, lr=0.1, epochs=1, max_steps=None, precision=precision)
-vars(args).update(evaluate_every=None, checkpoint_every=None)
+flags = "--data synthetic --model simple_cnn --batch-size 2 --log-every 99 --precision".split()
+sys.argv = [sys.argv[0], *flags, precision, *["--cpu"] * (not cuda)]
+args = recipe.parse_args("", recipe.add_technique_flags, recipe.add_flags)
 args.output_dir = Path(path).stem  # two runs share the working directory
 
 
