@@ -41,14 +41,13 @@ def test_imports_only_what_pyproject_names(recipe):
     assert "torch" in imported and imported <= allowed
 
 
-@pytest.fixture(scope="module")
-def regressions(tmp_path_factory):
-    """{recipe: (directory, exit codes, output)} of a copy in an empty directory, on two processes
-    with two workers each, ddp's without workers: a regression on random samples, without
-    torchvision and without the section of CIFAR-10."""
-    runs = {}
+def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(tmp_path):
+    """Copies in empty directories, with two workers, ddp's without workers: a regression on random
+    samples, without torchvision and without the section of CIFAR-10."""
+    runs = []
     for recipe in RECIPES:
-        directory = tmp_path_factory.mktemp(recipe)
+        directory = tmp_path / recipe
+        directory.mkdir()
         less = "import torchvision\n", ""
         script = copy(recipe, directory / "mine.py", less, project=project("regression"))
         source, sections = re.subn(r"(?s)# -+ CIFAR-10\n.*?(?=# =====)", "", script.read_text())
@@ -58,27 +57,19 @@ def regressions(tmp_path_factory):
         flags += ["--workers", 0 if recipe == "ddp_cifar" else 2]
         flags += ["--precision", "fp32"] if recipe == "amp_cifar" else []
         run = {"processes": 2, "script": script, "directory": directory}
-        runs[recipe] = {**run, "flags": flags}
-    answers = forked(list(runs.values()), directory, together=2)
-    return {
-        name: (run["directory"], *answer)
-        for (name, run), answer in zip(runs.items(), answers, strict=True)
-    }
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(recipe, regressions):
-    directory, codes, output = regressions[recipe]
-    assert set(codes) == {0}, output
-    assert set(os.listdir(directory)) - {"__pycache__"} == {"mine.py", "runs"}
-    result = outputs(directory / "runs/mine")
-    assert {"loss", "largest", "below"} < result.train[0].keys()
-    reference = outputs(regressions["ddp_cifar"][0] / "runs/mine")
-    assert_same_training(result, reference, ROUNDING, {"grad_norm"})  # pipeline's is in float32
-    assert len(result.train) == 6 and result.train[-1]["loss"] < result.train[0]["loss"]
-    # The copy has its own name and flags, and not those of the example.
-    assert output.count('"recipe": "mine"') == 1 and "_cifar" not in output, output
-    assert "workers" in result.summary and "data_dir" not in result.summary
+        runs.append({**run, "flags": flags})
+    answers = forked(runs, tmp_path, together=2)
+    for recipe, (codes, output) in zip(RECIPES, answers, strict=True):
+        assert set(codes) == {0}, output
+        assert set(os.listdir(tmp_path / recipe)) - {"__pycache__"} == {"mine.py", "runs"}
+        result = outputs(tmp_path / recipe / "runs/mine")
+        reference = outputs(tmp_path / "ddp_cifar/runs/mine")
+        assert_same_training(result, reference, ROUNDING, {"grad_norm"})  # pipeline's is in float32
+        # The copy has its own name and flags, and not those of the example.
+        assert output.count('"recipe": "mine"') == 1 and "_cifar" not in output, output
+        assert "workers" in result.summary and "data_dir" not in result.summary
+    assert {"loss", "largest", "below"} < reference.train[0].keys()
+    assert len(reference.train) == 6 and reference.train[-1]["loss"] < reference.train[0]["loss"]
 
 
 @pytest.mark.slow
