@@ -1,4 +1,4 @@
-"""embeddings.py, contrastive.py and clip.py: their gradients are those of the whole global batch,
+"""embeddings.py, contrastive.py and clip.py: the gradients are those of the whole global batch,
 however it is divided. That copies of them pass `make check`: test_adapting.py."""
 
 import json
@@ -29,8 +29,6 @@ pytestmark = pytest.mark.slow
 # The whole global batch at once, by plain autograd and other formulas, on one process.
 WHOLE = {"train_step": "whole_step", "test_metrics": "whole_metrics"}
 TEXTS = {"build_model": "model_in_float64"}
-IMAGES = {**TEXTS, "of_all": "of_images", "main": "main_with_images_in_float64"}
-SCALED = project("amp", compute_loss="plain_loss")  # as in fp16; autocast leaves float64 as it is
 IMPORTS = ["transformers.models.bert.modeling_bert", "peft"]
 IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
 train = partial(train_forked, imports=IMPORTS)
@@ -39,17 +37,14 @@ SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2}
 FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e6]
 
 
-def written(path, recipe, task, chosen, more=""):
+def written(path, recipe, chosen):
     """Write a copy that compares few rows at a time, with definitions of programs/copies."""
     replaced = [("ROWS = 1024", "ROWS = 5")]
-    if task == "embeddings" and "build_model" in chosen:
+    if "build_model" in chosen:
         replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
-    replaced += [("dim=1).float()", "dim=1)")] * (task == "clip" and "build_model" in chosen)
-    # 53 samples do not fill the last batch of a test.
-    replaced += [("synthetic_images(64, ", "synthetic_images(53, ")] * (task == "contrastive")
     end = '\n\nif __name__ == "__main__":'
-    replaced.append((end, f"{project('whole_batch', **chosen)}{more}\n{end}"))
-    return make(path, recipe, task, replaced=replaced)
+    replaced.append((end, f"{project('whole_batch', **chosen)}\n{end}"))
+    return make(path, recipe, "embeddings", replaced=replaced)
 
 
 @pytest.fixture(scope="module")
@@ -125,55 +120,39 @@ def flags_of_clip(directory, base):
     return [*flags, *FLAGS, "--base", base]
 
 
-def weights_in_any_division(task, chosen, flags, tmp_path, *runs):
-    """The weights of the reference, which those of the runs are: (processes, recipe, --batch-size
-    if it is another one)."""
-    written(tmp_path / "whole.py", "ddp", task, chosen | WHOLE)
-    for recipe in {recipe for _, recipe, *_ in runs}:
-        more = SCALED if recipe == "amp" else ""
-        written(tmp_path / f"{recipe}.py", recipe, task, chosen, more)
-    described = [(1, tmp_path / "whole.py", flags)]
-    for processes, recipe, *batch in runs:
-        own = [flag for size in batch for flag in ("--batch-size", size)]
-        described.append((processes, tmp_path / f"{recipe}.py", [*flags, *own]))
-    expected, *results = train(tmp_path, *described)
-    for result, (_, recipe, *_) in zip(results, runs, strict=True):
-        assert_same_training(expected, result, ROUNDING, ("loss_scale", "skipped_steps"))
-        assert recipe != "amp" or result.train[-1]["loss_scale"] == 1024
-    assert {len(x) for x in (expected.train, expected.evaluations)} == {3, 1}
-    return expected.weights
-
-
 def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
-    """Embeddings of texts, sharded, too, and with a scaled loss. Both passes have the same dropout,
-    which depends on the size of the microbatches."""
+    """Also sharded. Both passes have the same dropout, which depends on the size of the
+    microbatches."""
+    whole = written(tmp_path / "whole.py", "ddp", TEXTS | WHOLE)
+    scripts = [written(tmp_path / f"{x}.py", x, TEXTS) for x in ("ddp", "sharded")]
     flags = [*texts.flags, "--batch-size", 4]
-    runs = (2, "ddp"), (2, "sharded"), (2, "amp")
-    weights = weights_in_any_division("embeddings", TEXTS, flags, tmp_path, *runs)
-    assert weights["log_scale"].item() != pytest.approx(math.log(20), abs=1e-4), "learned"
+    described = [(1, whole, flags), *((2, script, flags) for script in scripts)]
+    expected, *results = train(tmp_path, *described)
+    for result in results:
+        assert_same_training(expected, result, ROUNDING)
+    assert {len(x) for x in (expected.train, expected.evaluations)} == {3, 1}
+    scale = expected.weights["log_scale"].item()
+    assert scale != pytest.approx(math.log(20), abs=1e-4), "learned"
 
 
-def test_any_division_of_the_global_batch_shows_a_view_the_same_others(tmp_path):
-    """Views of images: another size of microbatches changes no random number."""
-    flags = ["--data", "synthetic", *FLAGS, "--batch-size", 16]
-    runs = (1, "ddp", 4), (2, "ddp", 4), (2, "sharded", 8)
-    weights_in_any_division("contrastive", IMAGES, flags, tmp_path, *runs)
-
-
-def test_any_division_of_the_global_batch_matches_an_image_with_the_same_captions(
-    captions, tmp_path
-):
-    flags = [*flags_of_clip(captions, captions / "base"), "--batch-size", 16]
-    runs = (1, "ddp", 2), (2, "ddp", 4)
-    weights = weights_in_any_division("clip", TEXTS, flags, tmp_path, *runs)
-    start = clip_config().logit_scale_init_value
-    assert weights["logit_scale"].item() != pytest.approx(start, abs=1e-4), "learned"
+def test_any_size_of_a_microbatch_has_the_loss_of_the_global_batch(captions, tmp_path):
+    flags = {
+        "clip": flags_of_clip(captions, captions / "base"),
+        "contrastive": ["--data", "synthetic", *FLAGS],
+    }
+    runs = []
+    for task, of_task in flags.items():
+        script = make(tmp_path / f"{task}.py", "ddp", task)
+        runs += [(1, script, [*of_task, "--batch-size", size]) for size in (16, 4)]
+    losses = [[line["loss"] for line in run.train] for run in train(tmp_path, *runs)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[3] == pytest.approx(losses[2], rel=1e-4)
 
 
 def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
     """Its forward passes are the same. A gradient in bf16 may be the next number."""
-    reference = written(tmp_path / "whole.py", "amp", "embeddings", WHOLE)
-    amp = written(tmp_path / "amp.py", "amp", "embeddings", {})
+    reference = written(tmp_path / "whole.py", "amp", WHOLE)
+    amp = written(tmp_path / "amp.py", "amp", {})
     flags = [*texts.flags, "--batch-size", 8]
     runs = [(1, script, [*flags, "--precision", "bf16"]) for script in (reference, amp)]
     expected, ours, fp32 = train(tmp_path, *runs, (1, amp, [*flags, "--precision", "fp32"]))
@@ -330,6 +309,18 @@ def test_blank_lines_and_a_byte_order_mark_are_no_error(tmp_path):
         '\ufeff{"anchor": "a", "positive": "b"}\n\n{"anchor": "c", "positive": "d"}\n\n'
     )
     assert json_lines.texts_of(path, "", "anchor", "positive") == [("a", "b"), ("c", "d")]
+
+
+def test_views_find_each_other_among_all_views():
+    """nt_xent, by plain sums in float64."""
+    pairs = torch.randn(11, 2, 4).double()
+    views = pairs.flatten(0, 1)
+    products = (views @ views.T).fill_diagonal_(-math.inf)
+    partner = products[range(22), [index ^ 1 for index in range(22)]]
+    found = (products <= partner[:, None]).all(1).float().view(-1, 2).mean(1)
+    losses = (products.logsumexp(1) - partner).view(-1, 2).mean(1)
+    expected = {"loss": losses, "recall_at_1": found}
+    torch.testing.assert_close(negatives.nt_xent(pairs, torch.arange(11)), expected)
 
 
 def test_rows_are_those_of_all_at_once(monkeypatch):

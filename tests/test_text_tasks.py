@@ -1,5 +1,6 @@
-"""token_classification, seq2seq, masked_lm and reranker, against seqeval, sacrebleu, transformers
-and sentence-transformers. That copies of them pass `make check`: test_adapting.py."""
+"""text_classification, token_classification, seq2seq, masked_lm and reranker, against sklearn,
+seqeval, sacrebleu, transformers and sentence-transformers. That copies of them pass `make check`:
+test_adapting.py."""
 
 import json
 import math
@@ -21,6 +22,7 @@ from lazy import (
     seq2seq,
     seqeval,
     sklearn,
+    text_classification,
     transformers,
 )
 
@@ -30,45 +32,60 @@ from lib import entities, ranking, rows
 pytestmark = pytest.mark.slow
 
 IMPORTS = ["transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"]
-IMPORTS += ["sacrebleu", "rouge_score.rouge_scorer"]
+IMPORTS += ["sacrebleu", "rouge_score.rouge_scorer", "peft"]
 close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """{task: the outputs of its training}: on two processes, with test sets that do not fill the
-    last batch."""
-    path = tmp_path_factory.mktemp("tasks")
+def data(tmp_path_factory):
+    """Models, and test sets that do not fill the last batch."""
+    path = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy, "LINES", toy.LINES[::10])
         for kind in ("entities", "lines", "queries", "translations"):
-            toy.make(kind, path / "toy")
-    data = path / "toy"
-    lines = (data / "entities/test.conll").read_text().split("\n\n")[:43]
-    (data / "entities/test.conll").write_text("\n\n".join(lines))
+            toy.make(kind, path)
+    lines = (path / "entities/test.conll").read_text().split("\n\n")[:43]
+    (path / "entities/test.conll").write_text("\n\n".join(lines))
     labelled = [
         {"query": f"{i % 7}", "document": f"{i} {j} {'x' * j}", "label": (i * j) % 3 / 2}
         for i in range(8)
         for j in range(11)
     ]
-    toy.write_json_lines(data / "queries/test.jsonl", labelled[:83])
-    toy.write_json_lines(data / "queries/train.jsonl", labelled)
     easy = [{"source": str(i), "target": "no no no" + " no" * (i % 2)} for i in range(100)]
-    toy.write_json_lines(data / "translations/train.jsonl", easy)
-    toy.write_json_lines(data / "translations/test.jsonl", easy[:11])
+    words, numbers = ("file", "line", "name"), (3, 100, 20)
+    texts = [
+        {"text": " ".join(words[i // 3**j % 3] for j in (0, 0, 1, i % 3)), "label": numbers[i % 3]}
+        for i in range(243)
+    ]
+    for name, made, count in (
+        ("queries", labelled, 83),
+        ("translations", easy, 11),
+        ("texts", texts, 43),
+    ):
+        toy.write_json_lines(path / name / "train.jsonl", made)
+        toy.write_json_lines(path / name / "test.jsonl", made[:count])
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """{examples: the outputs of the training} on two processes."""
+    path = tmp_path_factory.mktemp("tasks")
+    of_texts = [*files(data / "texts", "jsonl"), "--max-steps", 9, "--lr", 1e-2]
     flags = {
+        "text_classification": of_texts,
+        "text_classification lora": of_texts,
         "token_classification": [*files(data / "entities", "conll"), "--max-steps", 18],
         "seq2seq": [*files(data / "translations", "jsonl"), "--prefix", "say: ", "--beams", 2],
         "masked_lm": [*files(data / "lines", "txt"), "--length", 32, "--max-steps", 3],
         "reranker": [*files(data / "queries", "jsonl"), "--max-steps", 3],
     }
-    flags["seq2seq"] += ["--new-tokens", 8, "--max-steps", 9]
+    flags["seq2seq"] += ["--new-tokens", 8, "--max-steps", 9, "--lr", 1e-2]
     described = []
     for task, more in flags.items():
-        script = make(path / f"{task}.py", "ddp", task)
+        script = make(path / f"{task}.py", "ddp", *task.split())
         base = data / ("t5" if task == "seq2seq" else "bert")
-        rate = 1e-2 if task == "seq2seq" else 3e-3
-        common = ["--cpu", "--base", base, "--batch-size", 8, "--lr", rate, "--epochs", 2]
+        common = ["--cpu", "--base", base, "--batch-size", 8, "--lr", 3e-3, "--epochs", 2]
         described.append((2, script, [*common, *more]))
     return dict(zip(flags, train_forked(path, *described, imports=IMPORTS), strict=True))
 
@@ -80,6 +97,55 @@ def files(folder, ending):
 def args_of(run):
     """The flags of a run."""
     return SimpleNamespace(**run.summary)
+
+
+def test_macro_f1_is_the_mean_over_the_classes_that_occur():
+    truth, predicted = [0, 0, 1, 3, 3, 3, 0, 1], [0, 1, 1, 4, 3, 3, 0, 4]
+    outputs = list(torch.tensor([truth, predicted]).T)
+    results = text_classification.test_metrics(outputs, None)
+    exact = sklearn.metrics.f1_score(truth, predicted, average="macro", zero_division=0)
+    assert results == {"macro_f1": close(exact)}
+
+
+def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs):
+    run = runs["text_classification"]
+    classify = transformers.pipeline("text-classification", str(run.directory), device="cpu")
+    assert [*classify.model.config.id2label.values()] == ["3", "20", "100"]
+    columns = ("text", rows.nonempty_text), ("label", rows.class_name)
+    texts, truth = zip(*rows.read_rows(run.summary["test"], *columns), strict=True)
+    predicted = [int(x["label"]) for x in classify([*texts])]
+    assert len({*predicted}) > 1 and predicted != truth, "or it would be no test"
+    exact = sklearn.metrics.f1_score(truth, predicted, average="macro", zero_division=0)
+    assert run.summary["test_macro_f1"] == close(exact)
+    assert run.summary["test_accuracy"] == close(sklearn.metrics.accuracy_score(truth, predicted))
+
+
+def test_an_adapter_has_the_new_head_of_a_classifier(runs):
+    """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
+    run = runs["text_classification lora"]
+    auto = transformers.AutoModelForSequenceClassification
+    columns = ("text", rows.nonempty_text), ("label", rows.class_name)
+    texts, truth = zip(*rows.read_rows(run.summary["test"], *columns), strict=True)
+    truth = [f"LABEL_{[3, 20, 100].index(x)}" for x in truth]
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = auto.from_pretrained(run.directory / "adapter", num_labels=3)
+        options = {"tokenizer": str(run.directory), "device": "cpu"}
+        classify = transformers.pipeline("text-classification", model, **options)
+        predicted = [x["label"] for x in classify([*texts])]
+        exact = sklearn.metrics.accuracy_score(truth, predicted)
+        assert run.summary["test_accuracy"] == close(exact)
+    with pytest.raises(ValueError, match="Unrecognized model"):  # not with other weights at random
+        auto.from_pretrained(run.directory)
+
+
+def test_a_label_that_training_does_not_have_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("text_classification.exit_with_error", exit_by_exception)
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 3}')
+    args = SimpleNamespace(text="text", label="label", train="train.jsonl")
+    config = SimpleNamespace(label2id={"1": 0, "2": 1})
+    with pytest.raises(Exit, match="the label 3"):
+        text_classification.labelled_texts(str(tmp_path / "a.jsonl"), config, args)
 
 
 def test_entities_are_those_of_seqeval_in_all_its_schemes():

@@ -1,8 +1,7 @@
-"""vit, text_classification, and the split of table: what they compute, against independent
-references. That their copies train: test_adapting.py."""
+"""vit and table: what they compute, against independent references. That their copies train:
+test_adapting.py."""
 
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy
@@ -11,14 +10,12 @@ import torch
 import torchvision
 from composed import make, rates_of, write_photos
 from conftest import Exit, assert_same_training, exit_by_exception, train_forked
-from lazy import lora, pyarrow, sklearn, text_classification, tokenizers, transformers
+from lazy import lora, pyarrow
 
-import pipeline_cifar
 import table
 import vit
 from ddp_cifar import SeededSamples
 from lib.mixed import Mixed
-from lib.vit_layers import model_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -37,59 +34,23 @@ def small(photos):
 
 
 DECAYING = "self_attention.in_proj_weight self_attention.out_proj.weight mlp.0.weight mlp.3.weight"
-OTHERS = "self_attention.in_proj_bias self_attention.out_proj.bias mlp.0.bias mlp.3.bias "
-OTHERS += "ln_1.weight ln_1.bias ln_2.weight ln_2.bias"
-OF_LAYER = dict.fromkeys(DECAYING.split(), True) | dict.fromkeys(OTHERS.split(), False)
-# Of the whole model: (share of --lr, whether it decays).
-LISTED = {
-    "class_token": (1 / 8, False),
-    "conv_proj.weight": (1 / 8, True),
-    "conv_proj.bias": (1 / 8, False),
-    "encoder.pos_embedding": (1 / 8, False),
-    **{f"encoder.layers.encoder_layer_0.{x}": (1 / 4, decays) for x, decays in OF_LAYER.items()},
-    **{f"encoder.layers.encoder_layer_1.{x}": (1 / 2, decays) for x, decays in OF_LAYER.items()},
-    "encoder.ln.weight": (1, False),
-    "encoder.ln.bias": (1, False),
-    "heads.head.weight": (1, True),
-    "heads.head.bias": (1, False),
-}
-
-
-def groups_by_name(model, args):
-    """{name: (learning rate, weight decay)} of a model's parameters."""
-    optimizer, _ = vit.make_optimizer(model, args, 9)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [(group["params"], group) for group in optimizer.param_groups]
-    found = [
-        (names[x], (group["max_lr"], group["weight_decay"])) for x_s, group in groups for x in x_s
-    ]
-    assert len(found) == len(dict(found)) == len(names), "each in one group"
-    return dict(found)
+DECAYING = [f"encoder.layers.encoder_layer_{i}.{x}" for i in (0, 1) for x in DECAYING.split()]
+DECAYING += ["conv_proj.weight", "heads.head.weight"]
+SHARES = {"class_token": 1 / 8, "conv_proj": 1 / 8, "encoder.pos_embedding": 1 / 8}
+SHARES |= {"encoder.layers.encoder_layer_0": 1 / 4, "encoder.layers.encoder_layer_1": 1 / 2}
+SHARES |= {"encoder.ln": 1, "heads": 1}
 
 
 def test_each_layer_has_its_rate_and_only_matrices_decay(small):
-    found = groups_by_name(vit.build_model(small), small)
-    expected = {name: (0.5 * share, 0.05 * decays) for name, (share, decays) in LISTED.items()}
-    assert found == expected
-
-
-def test_both_stages_of_a_pipeline_have_the_groups_of_the_whole_model(small):
-    """Their names in the pipeline are others, and those in DDP."""
     model = vit.build_model(small)
-    whole = groups_by_name(model, small)
-    stages = pipeline_cifar.cut(model_blocks(model), "encoder.layers.encoder_layer_1")
-    found, rates = {}, []
-    for blocks in stages:
-        stage = torch.nn.Module()
-        stage.stage = torch.nn.Module()
-        stage.stage.module = pipeline_cifar.Stage(blocks, nullcontext)
-        optimizer, _ = vit.make_optimizer(stage, small, 9)
-        rates.append([(group["max_lr"], group["weight_decay"]) for group in optimizer.param_groups])
-        for name, group in groups_by_name(stage, small).items():
-            name = name.removeprefix("stage.module.").replace("/", ".")
-            found[name.replace("encoder.class_token", "class_token")] = group
-    assert found == whole
-    assert rates[0] == rates[1], "or the checkpoint of one would not be the other's"
+    optimizer, _ = vit.make_optimizer(model, small, 9)
+    groups = {x: group for group in optimizer.param_groups for x in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(groups)
+    for name, parameter in model.named_parameters():
+        (share,) = (share for prefix, share in SHARES.items() if name.startswith(prefix))
+        group = groups[parameter]
+        assert group["max_lr"] == 0.5 * share, name
+        assert group["weight_decay"] == 0.05 * (name in DECAYING), name
 
 
 def test_the_rates_fall_as_a_cosine_to_the_last_step(small):
@@ -196,14 +157,26 @@ IN_FLOAT64 = [
 ]
 
 
-def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, tmp_path):
+def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(small, tmp_path):
     """In microbatches of 16, 8 and 4: also the photos are mixed in the same way. The pipeline's
     weights have the names of the whole model."""
     scripts = {
         recipe: make(tmp_path / f"{recipe}.py", recipe, "vit", replaced=IN_FLOAT64)
         for recipe in ("ddp", "sharded", "pipeline")
     }
-    flags = ["--cpu", "--photos", photos, "--size", 16, "--patch", 8, "--width", 64, "--layers", 2]
+    flags = [
+        "--cpu",
+        "--photos",
+        small.photos,
+        "--size",
+        16,
+        "--patch",
+        8,
+        "--width",
+        64,
+        "--layers",
+        2,
+    ]
     flags += ["--max-steps", 5, "--epochs", 2, "--lr", 1e-3, "--global-batch-size", 16]
     whole, *others = train_forked(
         tmp_path,
@@ -212,7 +185,7 @@ def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, 
         (2, scripts["sharded"], [*flags, "--batch-size", 8]),
         (2, scripts["pipeline"], [*flags, "--batch-size", 16, "--chunks", 4]),
     )
-    assert whole.weights.keys() == LISTED.keys()
+    assert whole.weights.keys() == vit.build_model(small).state_dict().keys()
     assert len(whole.evaluations) == 2
     for run in others:
         assert_same_training(run, whole, 1e-8, {"grad_norm"})
@@ -221,112 +194,8 @@ def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(photos, 
         assert run.summary["peak_learning_rate"] == pytest.approx(rates)
 
 
-def test_macro_f1_is_the_mean_over_the_classes_that_occur():
-    truth, predicted = [0, 0, 1, 3, 3, 3, 0, 1], [0, 1, 1, 4, 3, 3, 0, 4]
-    outputs = list(torch.tensor([truth, predicted]).T)
-    results = text_classification.test_metrics(outputs, None)
-    exact = sklearn.metrics.f1_score(truth, predicted, average="macro", zero_division=0)
-    assert results == {"macro_f1": pytest.approx(exact, rel=1e-6)}
-
-
-WORDS = {"cold": "snow ice frost", "hot": "sun fire lava", "wet": "rain sea river"}
-
-
-def texts(count, seed):
-    """(text, label), of words of which half are of the label."""
-    rng = numpy.random.default_rng(seed)
-    everything = " ".join(WORDS.values()).split()
-    samples = []
-    for _ in range(count):
-        label = sorted(WORDS)[rng.choice(3, p=[0.5, 0.3, 0.2])]
-        words = [*rng.choice(WORDS[label].split(), 3), *rng.choice(everything, rng.integers(1, 6))]
-        samples.append((" ".join(rng.permutation(words)), label))
-    return samples
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A directory with a tokenizer and a BERT of one layer with random weights."""
-    directory = tmp_path_factory.mktemp("base")
-    words = ["<pad>", "<unk>", *" ".join(WORDS.values()).split()]
-    model = tokenizers.models.WordLevel({x: i for i, x in enumerate(words)}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
-    tokenizer.save_pretrained(directory)
-    size = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 20}
-    torch.manual_seed(0)
-    config = transformers.BertConfig(num_attention_heads=2, initializer_range=0.3, **size)
-    transformers.BertModel(config).save_pretrained(directory)
-    return directory
-
-
 def write_parquet(path, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(base, tmp_path):
-    """On one process and two, whose last batch is filled up. Labels are strings or integers, in
-    Parquet or JSON lines; what the run has written loads in transformers."""
-    train, test = texts(128, seed=1), texts(43, seed=2)
-    numbers = {"cold": 20, "hot": 3, "wet": 100}
-    kinds = {"strings": {x: x for x in WORDS}, "numbers": numbers}
-    runs = []
-    for kind, names in kinds.items():
-        labels = [names[label] for _, label in train]
-        columns = {"words": [text for text, _ in train], "label": labels}
-        write_parquet(tmp_path / f"{kind}.parquet", columns)
-        lines = [json.dumps({"words": x, "label": names[label]}) + "\n" for x, label in test]
-        (tmp_path / f"{kind}.jsonl").write_text("".join(lines))
-        flags = ["--cpu", "--base", base, "--train", tmp_path / f"{kind}.parquet", "--text"]
-        flags += ["words", "--test", tmp_path / f"{kind}.jsonl", "--lr", 3e-3, "--epochs", 3]
-        runs += [flags]
-    script = make(tmp_path / "mine.py", "ddp", "text_classification")
-    flags = ["--batch-size", 8, "--global-batch-size", 16]
-    described = [(1, script, [*runs[0], *flags]), (2, script, [*runs[1], *flags])]
-    for run, names in zip(train_forked(tmp_path, *described), kinds.values(), strict=True):
-        classify = transformers.pipeline("text-classification", str(run.directory), device="cpu")
-        known = classify.model.config.id2label
-        assert [*known.values()] == [str(x) for x in sorted(names.values())]
-        predicted = [x["label"] for x in classify([text for text, _ in test])]
-        truth = [str(names[label]) for _, label in test]
-        assert len({*predicted}) == 3 and predicted != truth, "or it would be no test"
-        expected = sklearn.metrics.f1_score(truth, predicted, average="macro", zero_division=0)
-        assert run.summary["test_macro_f1"] == pytest.approx(expected, abs=1e-6)
-        right = sum(a == b for a, b in zip(truth, predicted, strict=True))
-        assert run.summary["test_accuracy"] == pytest.approx(right / 43, abs=1e-6)
-
-
-def test_an_adapter_has_the_new_head_of_a_classifier(base, tmp_path):
-    """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
-    for name, samples in {"train": texts(128, seed=1), "test": texts(43, seed=2)}.items():
-        lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in samples]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    script = make(tmp_path / "mine.py", "ddp", "text_classification", "lora")
-    flags = ["--cpu", "--base", base, "--batch-size", 16, "--lr", 1e-2, "--epochs", 2]
-    flags += ["--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl"]
-    (run,) = train_forked(tmp_path, (1, script, flags))
-    auto = transformers.AutoModelForSequenceClassification
-    options = {"tokenizer": str(run.directory), "device": "cpu"}
-    truth = [f"LABEL_{sorted(WORDS).index(label)}" for _, label in samples]
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        model = auto.from_pretrained(run.directory / "adapter", num_labels=3)
-        classify = transformers.pipeline("text-classification", model, **options)
-        predicted = [x["label"] for x in classify([text for text, _ in samples])]
-        right = sum(a == b for a, b in zip(truth, predicted, strict=True))
-        assert right / 43 == pytest.approx(run.summary["test_accuracy"], abs=1e-6)
-    with pytest.raises(ValueError, match="Unrecognized model"):  # not with other weights at random
-        auto.from_pretrained(run.directory)
-
-
-def test_a_label_that_training_does_not_have_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("text_classification.exit_with_error", exit_by_exception)
-    write_parquet(tmp_path / "a.parquet", {"text": ["a"], "label": [3]})
-    args = SimpleNamespace(text="text", label="label", train="train.parquet")
-    config = SimpleNamespace(label2id={"1": 0, "2": 1})
-    with pytest.raises(Exit, match="the label 3"):
-        text_classification.labelled_texts(str(tmp_path / "a.parquet"), config, args)
 
 
 @pytest.fixture
