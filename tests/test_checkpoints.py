@@ -15,6 +15,7 @@ from conftest import (
     begin_of,
     content,
     copy,
+    described_copy,
     forked,
     load,
     outputs,
@@ -43,6 +44,8 @@ def the_error(answer, code=2):
     return line
 
 
+# A small checkpoint of sharded has as many files as a large one.
+DISTURBED = project("disturbed") + "\nFILE_SIZE = 1000\n"
 KILLS = {  # rank, step, what it is about to do in the save after that, where the next run begins
     "ddp_cifar": [
         (0, 2, r"open unfinished\.tmp", 1),
@@ -68,8 +71,7 @@ ORDER = {
 @pytest.mark.parametrize("recipe", KILLS)
 def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
-    text = project("disturbed") + "\nFILE_SIZE = 1000\n"
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=text)
+    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
     flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
     flags += ["--log-every", 1, "--output-dir"]
     one = {"processes": 2, "script": script, "directory": tmp_path, "grace": 0.5}
@@ -90,34 +92,25 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe
     assert len(re.findall(order, disk)) == len(re.findall(old, disk)) >= 2, disk
 
 
-CANNOT_WRITE = {
-    "full": ("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))", 0o755),
-    # Root may write everywhere, but not without its capabilities.
-    "read-only": (
-        "import ctypes\n"
-        "ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())",
-        0o555,
-    ),
-}
+LARGEST = {"ddp_cifar": [0, 4, 12_000], "sharded_cifar": [1, 4, 3000]}  # rank, step, bytes
 
 
-def test_where_a_checkpoint_cannot_be_written_the_earlier_ones_stay(tmp_path):
-    """The disk is full, as far as the process can tell, or the directory has become read-only."""
-    directory = tmp_path / "run"
-    again = one_process(directory, "--checkpoint-every", 2)
-    ((codes, output),) = forked([{**again, "disturbances": {"0": [2, "SIGTERM"]}}], tmp_path)
-    assert codes == [143] and checkpoints(directory) == [2, 3], output
-    before = {path: path.read_bytes() for path in directory.glob("step-*.pt")}
-    reasons = []
-    for code, mode in CANNOT_WRITE.values():
-        directory.chmod(mode)
-        (answer,) = forked([{**again, "code": code}], tmp_path)
-        directory.chmod(0o755)
-        pattern = r"cannot write .*/step-00000004, earlier ones stay \((\w+)\(.*, '(.*)'\)\)"
-        reasons.append(re.fullmatch(pattern, the_error(answer)).groups())
-        assert {path: path.read_bytes() for path in directory.glob("step-*.pt")} == before
-        assert not (directory / "unfinished.tmp").exists()
-    assert reasons == [("OSError", "File too large"), ("PermissionError", "Permission denied")]
+@pytest.mark.parametrize("recipe", LARGEST)
+def test_where_a_checkpoint_cannot_be_written_all_ranks_exit_and_earlier_ones_stay(
+    recipe, tmp_path
+):
+    """The disk is full, as far as one rank can tell, or the directory has become read-only."""
+    cases = {"File too large": LARGEST[recipe], "Permission denied": [0, 4, "read-only"]}
+    flags = ["--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6]
+    runs = []
+    for reason, disturb in cases.items():
+        run = described_copy(tmp_path / reason, recipe, project=DISTURBED, flags=flags)
+        runs.append(run | {"processes": 2, "env": {"DISTURB": json.dumps(disturb)}})
+    for reason, answer in zip(cases, forked(runs, tmp_path, together=2), strict=True):
+        pattern = r"cannot write run/step-00000004, earlier ones stay \((.*)\)"
+        assert reason in re.fullmatch(pattern, the_error(answer))[1] and answer[0][1] != 0, answer
+        left = {path.stem for path in (tmp_path / reason / "run").iterdir()}
+        assert left == {"metrics", "run", "mine.from-00000000", "step-00000002"}
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_path):

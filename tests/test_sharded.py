@@ -18,7 +18,6 @@ from conftest import (
     Exit,
     assert_same_training,
     copy,
-    described_copy,
     forked,
     load,
     project,
@@ -216,26 +215,11 @@ def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(tmp_pa
     assert executed.exists(), "the hostile file was harmless"
 
 
-@pytest.mark.slow
-def test_where_a_save_fails_or_a_loss_is_not_finite_all_ranks_exit_in_one_line(tmp_path):
-    """A disk is full for one rank, a batch of one rank is not finite, or --weights is no model."""
-    cases = {  # what is printed, flags
-        "full": ("cannot write run/step-00000004, earlier ones stay", []),
-        "nan": ("not finite", []),
-        "weights": ("argument --weights: cannot load", ["--weights", __file__]),
-    }
-    runs = []
-    for name, (_, more) in cases.items():
-        flags = ["--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, *more]
-        run = described_copy(tmp_path / name, "sharded_cifar", project=DISTURBED, flags=flags)
-        runs.append(run | {"processes": 2, "env": {"DISTURB": json.dumps([1, 4, name])}})
-    answers = forked(runs, tmp_path, together=2)
-    for (name, (said, _)), (codes, output) in zip(cases.items(), answers, strict=True):
-        assert codes[0] == 2 and codes[1] != 0 and said in output, output
-        assert output.count("error:") == 1 and "Traceback" not in output, output
-        left = {path.name for path in (tmp_path / name / "run").iterdir()} - {"metrics.jsonl"}
-        trained = {"mine.from-00000000.py", "step-00000002"} if name != "weights" else set()
-        assert left == {"run.lock", "run.id"} | trained
+@pytest.mark.copied("sharded_cifar", processes=2, flags=["--weights", __file__])
+def test_weights_that_the_main_process_cannot_load_are_one_line(outcome):
+    assert outcome.codes[0] == 2 and outcome.codes[1] != 0, outcome.output
+    assert "argument --weights: cannot load" in outcome.output
+    assert outcome.output.count("error:") == 1 and "Traceback" not in outcome.output
 
 
 @pytest.mark.slow

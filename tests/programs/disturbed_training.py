@@ -7,8 +7,8 @@ JSON:
 The model has what a resumed run could get wrong (dropout, BatchNorm) and the data are few. Every
 process appends a digest of each batch that it trains on to DIRECTORY/batches.RANK. A disturbance
 happens to a process at the n-th step since its start: a signal by its name, or "stall"; those of
-RANK.1 happen where the launcher has restarted it once. `code` is executed first. `plain` leaves the
-recipe's model, narrower; `in_float64` trains in it.
+RANK.1 happen where the launcher has restarted it once. `plain` leaves the recipe's model, narrower;
+`in_float64` trains in it.
 """
 
 import hashlib
@@ -74,7 +74,6 @@ def watch_batches(recipe, directory, when, what):
 
 
 def train(run, prepare=lambda recipe: None):
-    exec(run.get("code", ""), {})
     recipe = load(f"recipes/{run['recipe']}.py")
     small = recipe.synthetic_images
     recipe.synthetic_images = lambda samples, seed: small(samples // 8, seed)

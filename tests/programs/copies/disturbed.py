@@ -2,8 +2,8 @@
 environment says in JSON which rank is disturbed, in which step, and how. Each rank writes what it
 has put on the disk, in order."""
 
+import ctypes
 import json
-import math
 import os
 import re
 import resource
@@ -23,8 +23,8 @@ disk = []
 def build_model(args):
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)),
-        nn.Sequential(nn.Conv2d(16, 8, 3), nn.InstanceNorm2d(8, 1e-5, 0.1, True, True)),
-        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
+        nn.Sequential(nn.Conv2d(16, 32, 3), nn.InstanceNorm2d(32, 1e-5, 0.1, True, True)),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
     )
 
 
@@ -32,10 +32,13 @@ def train_step(run, model, optimizer, scheduler, microbatches):
     rank, step, what = json.loads(os.environ.get("DISTURB", "[0, 0, 0]"))
     microbatches = list(microbatches)
     if (RANK, run.step) == (rank, step):
-        if what == "nan":
-            microbatches[0][0].fill_(math.nan)
-        elif what == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        if isinstance(what, int):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (what, what))
+        elif what == "read-only":
+            run.directory.chmod(0o555)
+            # Root may write everywhere, but not without its capabilities.
+            header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+            ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
         else:
             sys.addaudithook(partial(kill_at, what))
     return plain_step(run, model, optimizer, scheduler, microbatches)
