@@ -4,11 +4,12 @@ import re
 import socket
 
 import pytest
-from conftest import NARROW, PROGRAMS, SMALL, copy, forked, outputs, project
+from conftest import NARROW, PROGRAMS, SMALL, SYNTHETIC_DATA, copy, forked, outputs, project
 
 pytestmark = pytest.mark.slow
 
 HOST = socket.gethostname()
+FEW = SYNTHETIC_DATA, "synthetic_images(320, seed=1), synthetic_images(160, seed=2)"
 TIMEOUT = 10  # seconds: sixteen processes share the cores, and take a step in less
 # Names of programs/copies/hangs.py: how it stalls, and the functions of the recipe that do.
 SLEEP, STOP = "sleep", "stop"
@@ -42,9 +43,7 @@ def described(directory, name, processes, recipe, where, how, _):
     directory = directory / name.replace(" ", "-")
     directory.mkdir()
     text = project("hangs", STALLING=processes - 1, LONGER=1.25 * TIMEOUT, stall=how, **where)
-    little = "synthetic_images(5120", "synthetic_images(320"
-    fewer = "synthetic_images(1024", "synthetic_images(160"
-    script = copy(recipe, directory / "mine.py", little, fewer, *NARROW, project=text)
+    script = copy(recipe, directory / "mine.py", FEW, *NARROW, project=text)
     flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
     flags += ["--epochs", 2 if where in (SLOW, COMPILES) else 1000]
     flags += ["--compile"] if where == COMPILES else []

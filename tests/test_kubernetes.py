@@ -11,6 +11,7 @@ import yaml
 from conftest import (
     IN_FLOAT64,
     ROOT,
+    SYNTHETIC_DATA,
     assert_same_training,
     copy,
     outputs,
@@ -43,8 +44,7 @@ def edited(*flags):
 def volume(directory, more=""):
     """Return what the pods mount: a directory with the recipe."""
     (directory / "recipes").mkdir(parents=True)
-    small = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
-    less = small, "synthetic_images(1280, seed=1), synthetic_images(64, seed=2)"
+    less = SYNTHETIC_DATA, "synthetic_images(1280, seed=1), synthetic_images(64, seed=2)"
     copy("ddp_cifar", directory / "recipes/ddp_cifar.py", less, project=IN_FLOAT64 + more)
     return directory
 
