@@ -16,10 +16,9 @@ import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
-NODES = ("n1",)
-SPARE_NODES = ("s1", "s2")  # in two partitions, one of which goes first
-GPU_NODES = ("g1",)  # with two GPUs: files of that name, which is all that Slurm looks at
-ALL_NODES = (*NODES, *SPARE_NODES, *GPU_NODES)
+# s1 and s2 are in two partitions, one of which goes first. g1 has two GPUs, as far as Slurm looks:
+# files of that name.
+NODES = ("n1", "s1", "s2", "g1")
 
 CONFIGURATION = """
 ClusterName=recipes
@@ -57,10 +56,10 @@ FirstJobId={first_job}
 GresTypes=gpu
 NodeName=DEFAULT CPUs=4 RealMemory=1000
 {nodes}
-PartitionName=low Nodes={cpu_nodes} Default=YES
-PartitionName=spare Nodes={spare_nodes} PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes={spare_nodes} PriorityTier=2 PreemptMode=OFF
-PartitionName=gpu Nodes={gpu_nodes}
+PartitionName=low Nodes=n1 Default=YES
+PartitionName=spare Nodes=s1,s2 PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=s1,s2 PriorityTier=2 PreemptMode=OFF
+PartitionName=gpu Nodes=g1
 """
 
 
@@ -89,28 +88,24 @@ class Cluster:
     def __init__(self, directory):
         self.directory, self.daemons = Path(directory), {}
         (self.directory / "state").mkdir(parents=True)
-        controller_port, *ports = free_ports(1 + len(ALL_NODES))
+        controller_port, *ports = free_ports(1 + len(NODES))
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
-            + " Gres=gpu:2" * (node in GPU_NODES)
-            for node, port in zip(ALL_NODES, ports, strict=True)
+            + " Gres=gpu:2" * (node == "g1")
+            for node, port in zip(NODES, ports, strict=True)
         ]
         configuration = CONFIGURATION.format(
             directory=self.directory,
             host=host,
             controller_port=controller_port,
             nodes="\n".join(nodes),
-            cpu_nodes=",".join(NODES),
-            spare_nodes=",".join(SPARE_NODES),
-            gpu_nodes=",".join(GPU_NODES),
             first_job=random.randrange(1, 19_000),
         )
         (self.directory / "slurm.conf").write_text(configuration)
         for gpu in (0, 1):
             os.mknod(self.directory / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        gpus = f"NodeName={','.join(GPU_NODES)} Name=gpu AutoDetect=off"
-        gpus += f" File={self.directory}/gpu[0-1]\n"
+        gpus = f"NodeName=g1 Name=gpu AutoDetect=off File={self.directory}/gpu[0-1]\n"
         (self.directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
@@ -127,9 +122,9 @@ class Cluster:
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
         self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
         self.spawn("slurmctld", "slurmctld", "-D")
-        for node in ALL_NODES:
+        for node in NODES:
             self.spawn(node, "slurmd", "-D", "-N", node)
-        idle = {f"{node} idle" for node in ALL_NODES}
+        idle = {f"{node} idle" for node in NODES}
         self.wait(
             lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle,
             "idle nodes",

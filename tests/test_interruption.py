@@ -126,28 +126,28 @@ def test_a_run_saves_and_stops_when(interruptions, case):
         assert f"stopped after step {saved[-1]}, which is saved: rerun the command to resume" in log
 
 
+OF_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
 def test_a_rank_whose_launcher_died_before_it_connects_ends(tmp_path):
     """Nothing listens at the address of the launcher's store."""
     impatient = "timedelta(minutes=1)", "timedelta(seconds=1)"
-    script = copy("ddp_cifar", tmp_path / "mine.py", impatient)
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_RANK": "0"}
+    lost = described_copy(tmp_path / "lost", "ddp_cifar", impatient)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **OF_LAUNCHER}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, script, *SMALL, "--output-dir", tmp_path / "run"]
-    process = launch(command, check=False, timeout=120, **environment)
-    assert process.returncode == 1 and process.stderr.count("mine: error: ") == 1, process.stderr
-    assert "Traceback (" not in process.stderr
+    ((codes, output),) = forked([{**lost, "env": environment}], tmp_path)
+    assert codes == [1] and output.count("mine: error: ") == 1, output
+    assert "Traceback (" not in output
 
 
 def test_a_rank_that_starts_late_is_waited_for_longer_than_the_launchers_store(tmp_path):
     """The launcher's store is there first, here in this process."""
     impatient = "timedelta(minutes=1)", "timedelta(seconds=2)"
-    text = "\n\ntime.sleep(6 * RANK)"
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    environment["MASTER_PORT"] = str(port)
-    late = described_copy(tmp_path / "late", "ddp_cifar", impatient, project=text, processes=2)
+    run = {"project": "\n\ntime.sleep(6 * RANK)", "processes": 2}
+    late = described_copy(tmp_path / "late", "ddp_cifar", impatient, **run)
+    environment = {"MASTER_PORT": str(port), **OF_LAUNCHER}
     ((codes, output),) = forked([{**late, "env": environment}], tmp_path)
     assert codes == [0, 0] and store.num_keys() > 1, output
 

@@ -30,7 +30,7 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
     """The main process gives the outputs of all to `test_metrics`, in the order of the test set."""
     found = answers("evaluation", tmp_path, {n: (n,) for n in (1, 2, 4)})
     for processes, cases in found.items():
-        assert len(cases) == 50
+        assert len(cases) == 32
         for size, (told, direct) in cases.items():
             assert told == pytest.approx(direct, abs=ROUNDING), (
                 f"{size} samples, {processes} processes"

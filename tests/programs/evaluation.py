@@ -52,10 +52,10 @@ def weighted(model, batch, args):
 
 def with_outputs(kind, model, batch, args):
     """The padding is as of sequences of tokens: rows as long as the batch's longest."""
-    inputs, labels = batch
+    _, labels = batch
     rows = torch.arange(labels.max() + 1) <= labels[:, None]
     names = [f"sample {label}" for label in labels.tolist()]
-    outputs = {"rows": inputs, "padding": rows.long(), "objects": names}[kind]
+    outputs = {"padding": rows.long(), "objects": names}[kind]
     return {**unweighted(model, batch, args), "outputs": outputs}
 
 
@@ -67,11 +67,7 @@ def test_metrics(outputs, args):
 recipe.test_metrics = test_metrics
 
 
-def same(one, other):
-    return torch.equal(one, other) if torch.is_tensor(one) else one == other
-
-
-for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
+for size in (1, 3, 7, 8, 15, 16, 17, 33):
     inputs = torch.randn(size, 5, generator=data)
     labels = torch.randint(10, (size,), generator=data)
     dataset = recipe.SeededSamples(Transformed(inputs, labels), 0, is_test=True)
@@ -84,8 +80,7 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         "test_accuracy": logits.argmax(1) == labels,
     }
     in_order = {
-        "rows": list(inputs),
-        "padding": [label + 1 for label in labels],
+        "padding": [label + 1 for label in labels.tolist()],
         "objects": [f"sample {label}" for label in labels.tolist()],
     }
     for kind in ("unweighted", "weighted", *in_order):
@@ -99,8 +94,8 @@ for size in (1, 2, 3, 7, 8, 10, 15, 16, 17, 33):
         expected = in_order.get(kind, []) if accelerator.is_main_process else []
         for outputs in seen:
             if kind == "padding":
-                outputs = [row.sum() for row in outputs]
-            assert all(map(same, outputs, expected)) and len(outputs) == len(expected)
+                outputs = [row.sum().item() for row in outputs]
+            assert outputs == expected
         assert len(seen) == accelerator.is_main_process
         seen.clear()
         answers[f"{size} {kind}"] = [told, direct]
