@@ -4,7 +4,6 @@ fit is one line, and nothing is written."""
 import ast
 import gc
 import itertools
-import re
 import resource
 import subprocess
 import sys
@@ -402,9 +401,3 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     assert lines.returncode != 0 and lines.stderr.startswith("nothing was written: there is no ")
     assert f"    {TASK}   " in lines.stderr
     assert not {"order", "tar_samples"} & {*new.EXAMPLES}  # others import from these
-
-
-def test_the_first_line_of_an_example_says_how_it_gets_into_a_copy():
-    for name in new.EXAMPLES:
-        first, *_ = new.source(name, "py").split("\n")
-        assert not first or re.search(f': make new COPY=../mine.py .*WITH="?{name}\\b', first)

@@ -237,27 +237,25 @@ def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
     assert run.summary["test_accuracy"] == close(right.double().mean().item())
 
 
-def test_masks_have_the_shares_of_transformers(runs):
-    """Of the tokens, of the masks, of the kept ones; special tokens are never masked."""
+def test_masks_have_the_shares_of_bert(runs):
+    """arXiv:1810.04805, section 3.1: of the tokens, 0.15; of these, a mask for 0.8, and 0.1 are
+    kept. Special tokens are never chosen."""
     args = args_of(runs["masked_lm"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.base)
     data = masked_lm.Masked(args.train, tokenizer, args)
     samples = SeededSamples(data, 0)
-    ours = map(torch.stack, zip(*[samples[i] for i in range(len(data))], strict=True))
-    torch.manual_seed(0)
-    whole = [{"input_ids": x} for x in data.sequences]
-    theirs = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)(whole)
-    shares = []
-    for inputs, targets in (ours, (theirs["input_ids"], theirs["labels"])):
-        chosen = targets >= 0
-        assert not torch.isin(targets[chosen], data.special).any()
-        assert torch.equal(inputs[~chosen], data.sequences[~chosen])
-        masked = inputs[chosen] == tokenizer.mask_token_id
-        kept = inputs[chosen] == targets[chosen]
-        shares.append([x.double().mean().item() for x in (chosen, masked, kept)])
-    deviation = (0.25 / chosen.sum().item()) ** 0.5  # of a share of the masked tokens, at most
-    assert shares[0] == pytest.approx(shares[1], abs=6 * deviation)
-    assert shares[0][1:] == pytest.approx([0.8, 0.1], abs=6 * deviation)
+    samples = [samples[i] for i in range(len(data))]
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
+    chosen = targets >= 0
+    assert torch.equal(inputs[~chosen], data.sequences[~chosen])
+    assert torch.equal(targets[chosen], data.sequences[chosen])
+    special = torch.isin(data.sequences, data.special)
+    assert special.any() and not chosen[special].any()
+    masked = inputs[chosen] == tokenizer.mask_token_id
+    kept = inputs[chosen] == targets[chosen]
+    shares = [x.double().mean().item() for x in (chosen[~special], masked, kept)]
+    deviation = (0.25 / chosen.sum().item()) ** 0.5  # of a share of the chosen tokens, at most
+    assert shares == pytest.approx([0.15, 0.8, 0.1], abs=6 * deviation)
 
 
 def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_path):
