@@ -37,17 +37,6 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
             )
 
 
-@pytest.mark.slow
-def test_random_numbers_of_a_step_are_the_same_on_any_number_of_processes(tmp_path):
-    """Dropout and a random loss: by step and microbatch, not by rank."""
-    text = project("training", build_model="model_with_dropout", compute_loss="random_loss")
-    script = copy("ddp_cifar", tmp_path / "m.py", LITTLE_DATA, project=text + IN_FLOAT64)
-    flags = [*SMALL, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 4]
-    first, *others = train_forked(tmp_path, *((n, script, flags) for n in (1, 2, 4)))
-    for run in others:
-        assert_same_training(run, first, ROUNDING)
-
-
 def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
     """From 2**24 on float32 has every second integer only."""
     row = recipe.sample_rows({"loss": torch.ones(1)})

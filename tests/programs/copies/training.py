@@ -1,21 +1,7 @@
-"""For copies in test_training.py and test_gpu.py: models, a loss, an optimizer."""
+"""For copies in test_training.py and test_gpu.py: a model, an optimizer."""
 
 import torch
 from torch import nn
-
-from ddp_cifar import compute_loss
-
-plain_loss = compute_loss
-
-
-def model_with_dropout(args):
-    layers = [nn.Conv2d(3, 4, 3, stride=2), nn.Dropout(0.5), nn.Tanh(), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(196, 10))
-
-
-def random_loss(model, batch, args):
-    values = plain_loss(model, batch, args)
-    return {**values, "loss": values["loss"] * torch.rand(len(batch[1]))}
 
 
 class Model(nn.Sequential):
