@@ -1,6 +1,7 @@
 """Several machines without a scheduler: one `accelerate launch` on each, here in two network
 namespaces with an address each."""
 
+import contextlib
 import os
 import subprocess
 
@@ -56,41 +57,33 @@ def hosts(tmp_path_factory):
             process.communicate("\n")
 
 
-class Launch:
-    """One `accelerate launch` of a copy on each host, and what they print."""
-
-    def __init__(self, hosts, directory, script, *flags):
-        self.logs = [directory / f"{rank}.log" for rank in (0, 1)]
-        self.running = []
-        command = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
-        command += ["--num_processes", 2, "--main_process_ip", "10.77.0.1"]
-        command += ["--main_process_port", free_port()]
-        environment = {**os.environ, **PROGRAMS, "GLOO_SOCKET_IFNAME": "eth7"}
-        for rank, process in enumerate(hosts.values()):
-            words = [*command, "--machine_rank", rank, script, *FLAGS, *flags]
-            with open(self.logs[rank], "w") as log:
-                options = {"output": log, "namespaces": process.pid}
-                self.running.append(Launched(words, directory, environment, **options))
-
-    def end(self):
-        """Return the exit codes, and what was printed."""
-        codes = [host.wait() for host in self.running]
-        return codes, [log.read_text() for log in self.logs]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for host in self.running:
+@contextlib.contextmanager
+def launched(hosts, directory, script, *flags):
+    """Start one `accelerate launch` of a copy on each host. Yield a function that waits for their
+    ends, and returns their exit codes and what they printed."""
+    logs, running = [directory / f"{rank}.log" for rank in (0, 1)], []
+    command = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
+    command += ["--num_processes", 2, "--main_process_ip", "10.77.0.1"]
+    command += ["--main_process_port", free_port()]
+    environment = {**os.environ, **PROGRAMS, "GLOO_SOCKET_IFNAME": "eth7"}
+    for rank, process in enumerate(hosts.values()):
+        words = [*command, "--machine_rank", rank, script, *FLAGS, *flags]
+        with open(logs[rank], "w") as log:
+            options = {"output": log, "namespaces": process.pid}
+            running.append(Launched(words, directory, environment, **options))
+    try:
+        yield lambda: ([host.wait() for host in running], [log.read_text() for log in logs])
+    finally:
+        for host in running:
             host.kill()
 
 
 def test_two_hosts_train_like_one(hosts, tmp_path):
     """A pipeline, whose stages are on different hosts."""
     script = copy("pipeline_cifar", tmp_path / "mine.py", LITTLE_DATA, project=IN_FLOAT64)
-    with Launch(hosts, tmp_path, script, "--max-steps", 4) as launch:
+    with launched(hosts, tmp_path, script, "--max-steps", 4) as results:
         (one,) = train_forked(tmp_path, (2, script, [*FLAGS, "--max-steps", 4]))
-        codes, printed = launch.end()
+        codes, printed = results()
     assert codes == [0, 0], printed
     ours = outputs(tmp_path / "runs/mine")
     assert ours.summary["world_size"] == 2
@@ -104,12 +97,12 @@ def test_a_host_whose_packets_are_lost_is_named_by_the_other(hosts, tmp_path):
     script = copy("ddp_cifar", tmp_path / "mine.py", LONG_EPOCH, project=IN_FLOAT64)
     metrics = tmp_path / "runs/mine/metrics.jsonl"
     nowhere = "lladdr 02:00:00:00:00:99 dev eth7 nud permanent"
-    with Launch(hosts, tmp_path, script, "--epochs", 10_000, "--hang-timeout", 6) as launch:
+    with launched(hosts, tmp_path, script, "--epochs", 10_000, "--hang-timeout", 6) as results:
         wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 5)
         for name, other in zip(hosts, ("10.77.0.2", "10.77.0.1"), strict=True):
             lose = ["ip", "-n", name, "neigh", "replace", other, *nowhere.split()]
             subprocess.run(lose, check=True)
-        codes, printed = launch.end()
+        codes, printed = results()
     assert 0 not in codes, printed
     first, second = hosts
     said = f"mine: error: no step for 6 s because of rank 1 on {second} (no report)"

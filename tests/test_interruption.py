@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -108,16 +107,9 @@ def interrupted(case, directory):
     return code, saved, last, log.read_text() if log.exists() else ""
 
 
-@pytest.fixture(scope="module")
-def interruptions(tmp_path_factory):
-    with ThreadPoolExecutor(2) as pool:
-        directories = [tmp_path_factory.mktemp("interrupted") for _ in CASES]
-        return dict(zip(CASES, pool.map(interrupted, CASES, directories), strict=True))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_saves_and_stops_when(interruptions, case):
-    code, saved, last_line, log = interruptions[case]
+def test_a_run_saves_and_stops_when(case, tmp_path):
+    code, saved, last_line, log = interrupted(case, tmp_path)
     assert saved and saved[-1] == last_line, log
     assert CASES[case][1] == code, log
     assert "tee" not in case or ("step 2/" in log and "which is saved" not in log), "it ended first"

@@ -32,14 +32,6 @@ answers = {}
 seen = []
 
 
-class Transformed(TensorDataset):
-    """Random transforms, which are the same in each evaluation."""
-
-    def __getitem__(self, index):
-        inputs, label = super().__getitem__(index)
-        return inputs + torch.randn(5), label
-
-
 def with_noise(samples):
     """Numbers of a collate_fn: they depend on how many samples a batch has."""
     inputs, labels = default_collate(samples)
@@ -70,7 +62,7 @@ recipe.test_metrics = test_metrics
 for size in (1, 3, 7, 8, 15, 16, 17, 33):
     inputs = torch.randn(size, 5, generator=data)
     labels = torch.randint(10, (size,), generator=data)
-    dataset = recipe.SeededSamples(Transformed(inputs, labels), 0, is_test=True)
+    dataset = recipe.SeededSamples(TensorDataset(inputs, labels), 0, is_test=True)
     loader = DataLoader(dataset, batch_size=4, collate_fn=with_noise)
     inputs = torch.cat([batch for batch, _ in loader])
     prepared, loader = accelerator.prepare(model, loader)
