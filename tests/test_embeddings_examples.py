@@ -163,38 +163,9 @@ def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
     assert norm != exact["grad_norm"], "it was not in bf16"
 
 
-def test_transformers_loads_the_weights_and_finds_as_many_positives(texts, tmp_path):
-    """Each test pair counts once, also in the last batches, which are filled up on two processes;
-    tokens behind the end of a text do not count. The reference embeds one text at a time."""
-    plain = make(tmp_path / "plain.py", "ddp", "embeddings")
-    flags = [*texts.flags, "--batch-size", 4, "--max-steps", 12]
-    (run,) = train(tmp_path, (2, plain, flags))
-    model = transformers.AutoModel.from_pretrained(run.directory)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
-    lines = (texts.directory / "pairs.jsonl").read_text().splitlines()[::10]
-
-    @torch.no_grad()
-    def embedding(text):
-        tokens = torch.tensor([tokenizer(text)["input_ids"]])
-        mean = model(tokens).last_hidden_state[0].double().mean(0)
-        return mean / mean.square().sum().sqrt()
-
-    anchors, positives = (
-        torch.stack([embedding(json.loads(line)[name]) for line in lines])
-        for name in ("anchor", "positive")
-    )
-    products = (anchors @ positives.T) * run.weights["log_scale"].double().exp()
-    losses = [-x.softmax(1).diagonal().log().mean().item() for x in (products, products.T)]
-    found = [row.argmax().item() == index for index, row in enumerate(products)]
-    line = run.evaluations[-1]
-    assert len(found) == 20
-    assert line["test_loss"] == pytest.approx(sum(losses) / 2, rel=ROUNDING_FLOAT32)
-    assert line["test_recall_at_1"] == pytest.approx(sum(found) / 20)
-    assert 0.05 < line["test_recall_at_1"], "better than by chance"
-
-
 def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
-    """The reference is the loss of the test set. A triple has two negatives of its own."""
+    """The reference is the loss of the test set, whose last batches are filled up on two processes.
+    A triple has two negatives of its own. A base of transformers alone has the mean as pooling."""
     lines = (texts.directory / "pairs.jsonl").read_text().splitlines()
     triples = [json.loads(line) for line in lines]
     for row, other in zip(triples, triples[7:] + triples[:7], strict=True):
@@ -203,13 +174,12 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
     script = make(tmp_path / "mine.py", "ddp", "embeddings")
     flags = [*texts.others, "--max-steps", 4, "--pairs", tmp_path / "triples.jsonl"]
     runs = [
-        (2, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
-        (1, script, [*flags, "--base", texts.directory / "cls", "--batch-size", 4]),
-        (1, script, [*flags, "--base", texts.directory / "last", "--batch-size", 16]),
+        (processes, script, [*flags, "--base", texts.directory / base, "--batch-size", 4])
+        for processes, base in ((2, "cls"), (1, "cls"), (1, "last"), (1, "base"))
     ]
-    cls, whole, last = train(tmp_path, *runs)
+    cls, whole, *others = train(tmp_path, *runs)
     assert_same_training(cls, whole, atol=1e-4)
-    for run in (cls, last):
+    for run in (cls, *others):
         model = sentence_transformers.SentenceTransformer(str(run.directory), device="cpu")
         names = ("anchor", "positive", "negative_1", "negative_2")
         columns = [model.encode([row[name] for row in triples[::10]]) for name in names]
@@ -217,7 +187,7 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
         scale = run.weights["log_scale"].double().exp()
         expected = symmetric_loss(scale)(vectors).item()
         assert run.evaluations[-1]["test_loss"] == pytest.approx(expected, rel=1e-5)
-    assert cls.train[0]["loss"] != pytest.approx(last.train[0]["loss"], rel=1e-3)
+    assert len({round(run.train[0]["loss"], 3) for run in (cls, *others)}) == 3
 
 
 def symmetric_loss(scale):
