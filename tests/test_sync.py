@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sync
+from catalogue import definitions
 from conftest import ROOT, load
 from recipe import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
@@ -33,21 +34,9 @@ def shared_block(path):
     return "".join(parts(path)[1:])
 
 
-def definitions(path):
-    """Return {name: (lines, whether it is shared)} of the functions and classes of a recipe."""
-    first = parts(path)[0].count("\n")
-    text = path.read_text()
-    lines = text.splitlines()
-    return {
-        node.name: (lines[node.lineno - 1 : node.end_lineno], first < node.lineno)
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-
-
 def own_definitions(path):
     """Return {name: lines} of the owner's part."""
-    return {name: lines for name, (lines, shared) in definitions(path).items() if not shared}
+    return definitions(parts(path)[0])
 
 
 def test_no_recipe_escapes_these_tests():
@@ -60,9 +49,8 @@ def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
     assert f" {checksum(block)}: " in banner and len(banner) == 101, "run `make sync`"
     listed = re.findall(r"^\| `([0-9a-f]{12})` \|", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert listed[0] == checksum(block), "CHANGELOG.md: a line on this change of the block"
-    names = {name for name, (_, shared) in definitions(REFERENCE).items() if shared}
-    classes = {"Run", "Metrics", "Checkpoints", "Watcher"}
-    assert classes | {"parse_args", "exit_with_error", "make_accelerator"} <= names
+    names = {"Run", "Metrics", "Checkpoints", "Watcher", "parse_args", "make_accelerator"}
+    assert names <= definitions(block).keys()
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)

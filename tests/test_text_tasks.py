@@ -261,7 +261,7 @@ def test_masks_have_the_shares_of_bert(runs):
 def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_path):
     run = runs["reranker"]
     model = sentence_transformers.CrossEncoder(str(run.directory), device="cpu")
-    names = ("query", nonempty), ("document", nonempty), ("label", float)
+    names = ("query", rows.nonempty_text), ("document", rows.nonempty_text), ("label", float)
     test = rows.read_rows(run.summary["test"], *names)
     queries, documents, labels = zip(*test, strict=True)
     losses = sentence_transformers.cross_encoder.losses
@@ -280,9 +280,6 @@ def test_a_cross_encoder_loads_a_reranker_and_has_its_scores_and_loss(runs, tmp_
     assert run.summary["test_ndcg_at_10"] == close(sum(gains) / len(gains))
     assert run.summary["test_mrr"] == close(sum(ranks) / len(ranks))
     assert 0 < run.summary["test_ndcg_at_10"] < 1
-
-
-nonempty = rows.nonempty_text
 
 
 def test_of_a_query_and_a_document_the_longer_one_is_cut_off(runs):
