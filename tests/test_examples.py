@@ -4,7 +4,6 @@ test_adapting.py."""
 import argparse
 import importlib
 import json
-import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -277,20 +276,21 @@ def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
 
 FINE_TUNED = ["sft", "preferences", "fine_tune", "text_classification", "embeddings", "clip"]
 FINE_TUNED += ["detection"]
+FROM_SCRATCH = ["by_length", "diffusion", "gan", "mixture", "segmentation", "vit"]
 
 
-@pytest.mark.parametrize("name", [*FINE_TUNED, "by_length", "mixture", "segmentation", "vit"])
-def test_a_task_has_defaults_that_suit_its_optimizer(name):
+@pytest.mark.parametrize("name", [*FINE_TUNED, *FROM_SCRATCH])
+def test_a_task_has_defaults_that_suit_its_optimizer(name, tmp_path):
     """The recipes' rate is for SGD: Adam would diverge."""
-    example = importlib.import_module(name)
+    mine = load(make(tmp_path / "mine.py", "ddp", name))
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--clip-norm", type=float)
-    example.add_flags(parser)
+    mine.add_flags(parser)
     assert parser.get_default("lr") <= 3e-3
     if name in FINE_TUNED:
         assert parser.get_default("clip_norm") == 1
-        assert example.make_optimizer is fine_tuning.make_optimizer
+        assert mine.make_optimizer.__doc__ == fine_tuning.make_optimizer.__doc__
 
 
 def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_warm_up():
@@ -320,17 +320,6 @@ def test_groups_of_parameters_keep_their_own_peak_rates(name):
     own, other = (max(x) for x in zip(*rates, strict=True))
     assert own == pytest.approx(1e-6)
     assert other == pytest.approx(0.1)
-
-
-def test_help_names_the_default_rate_of_a_task_with_the_flags_of_the_recipe(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
-    for name, rate in {"diffusion": "0.003", "gan": "0.0002"}.items():
-        mine = load(make(tmp_path / f"{name}.py", "ddp", name))
-        with pytest.raises(SystemExit):
-            mine.parse_args("", mine.add_technique_flags, mine.add_flags)
-        assert f"see make_optimizer ({rate})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_two_optimizers_may_have_two_rates(tmp_path):

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 import torchvision
-from composed import make, rates_of, write_photos
+from composed import make, write_photos
 from conftest import Exit, assert_same_training, exit_by_exception, train_forked
 from lazy import lora, pyarrow
 
@@ -53,24 +53,14 @@ def test_each_layer_has_its_rate_and_only_matrices_decay(small):
         assert group["weight_decay"] == 0.05 * (name in DECAYING), name
 
 
-def test_the_rates_fall_as_a_cosine_to_the_last_step(small):
-    made = vit.make_optimizer(vit.build_model(small), small, 100)
-    rates = numpy.array(rates_of(*made, 100))
-    begin = 0.3 * 101 - 1  # of the cosine; before it the rates rise
-    exact = 0.25 * (1 + numpy.cos(numpy.pi * (numpy.arange(30, 100) - begin) / (100 - begin)))
-    assert rates[30:, 0] == pytest.approx(exact, abs=1e-5)  # the last rate is no zero
-
-
 def test_all_tensors_of_torchvisions_vit_fit_but_the_heads(photos):
     args = SimpleNamespace(photos=photos, size=224, patch=16, width=768, layers=12)
     with torch.device("meta"):
         models = vit.build_model(args), torchvision.models.vit_b_16()
     ours, theirs = ({k: x.shape for k, x in model.state_dict().items()} for model in models)
     assert ours.keys() == theirs.keys()
-    assert {name for name in ours if ours[name] != theirs[name]} == {
-        "heads.head.weight",
-        "heads.head.bias",
-    }
+    others = {name for name in ours if ours[name] != theirs[name]}
+    assert others == {"heads.head.weight", "heads.head.bias"}
 
 
 @pytest.mark.parametrize("sizes", [{"size": 20}, {"width": 80}])
