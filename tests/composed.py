@@ -5,7 +5,6 @@ import wave
 import new
 import numpy
 from conftest import LITTLE_DATA, forked
-from lazy import sacrebleu
 from PIL import Image
 
 RESNET = "torchvision.models.resnet18(num_classes="
@@ -66,11 +65,6 @@ def write_wav(path, samples, rate=16000, width=2):
     with wave.open(str(path), "wb") as file:
         file.setparams((samples.shape[1], width, rate, 0, "NONE", ""))
         file.writeframes(samples.astype(f"<i{width}").tobytes())
-
-
-def edit_distance(one, other):
-    """The least number of insertions, deletions and replacements, by sacrebleu."""
-    return sacrebleu.metrics.lib_ter.BeamEditDistance([*one])([*other])[0]
 
 
 def rates_of(optimizer, schedule, steps):

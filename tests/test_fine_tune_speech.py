@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 import toy
-from composed import edit_distance, make, write_wav
+from composed import make, write_wav
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
-from lazy import fine_tune_speech, lib, transformers
+from lazy import fine_tune_speech, lib, sacrebleu, transformers
 from torch.nn import functional as F
 
 from lib import utterances
@@ -107,7 +107,8 @@ def test_the_pipeline_of_transformers_transcribes_with_the_errors_of_the_run(kin
     for name, parts in (("wer", str.split), ("cer", list)):
         truth = [parts(text) for text, _ in texts]
         pairs = zip(truth, map(parts, found), strict=True)
-        wrong = sum(edit_distance(*pair) for pair in pairs)
+        edits = sacrebleu.metrics.lib_ter.BeamEditDistance
+        wrong = sum(edits(text)(other)[0] for text, other in pairs)
         assert runs[kind].summary[f"test_{name}"] == close(wrong / sum(map(len, truth)))
 
 

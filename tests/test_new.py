@@ -53,12 +53,13 @@ def lint(directory, *first):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def case(recipe):
-    """A parameter of the test. sharded takes all but three examples, and diffs of its own."""
-    return pytest.param(recipe, marks=[pytest.mark.twin] * (recipe != "sharded"))
+def recipes(*names):
+    """Parameters of a test, of which the others than these recipes are twins."""
+    twin = [pytest.mark.twin]
+    return [pytest.param(x, marks=[] if x in names else twin) for x in new.RECIPES]
 
 
-@pytest.mark.parametrize("recipe", [case(recipe) for recipe in new.RECIPES])
+@pytest.mark.parametrize("recipe", recipes("sharded"))  # it has most examples, and own diffs
 def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates(
     recipe, make, tmp_path, monkeypatch
 ):
@@ -328,12 +329,8 @@ def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, t
     assert not (tmp_path / "mine/third.py").exists()
 
 
-def in_two_files(recipe):
-    twin = [pytest.mark.twin] * (recipe in ("amp", "pipeline"))
-    return pytest.param(recipe, marks=[pytest.mark.slow, *twin])
-
-
-@pytest.mark.parametrize("recipe", [in_two_files(recipe) for recipe in new.RECIPES])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipes("ddp", "sharded"))
 def test_a_copy_in_two_files_trains_as_the_one_in_one_file(recipe, make, tmp_path):
     make("new", "one.py", recipe=recipe)
     make("new", "two/train.py", "--split", recipe=recipe)

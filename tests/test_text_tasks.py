@@ -107,33 +107,36 @@ def test_macro_f1_is_the_mean_over_the_classes_that_occur():
     assert results == {"macro_f1": close(exact)}
 
 
-def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs):
-    run = runs["text_classification"]
+@pytest.fixture
+def labelled(data):
+    """Texts for the test, and their labels."""
+    columns = ("text", rows.nonempty_text), ("label", rows.class_name)
+    texts, labels = zip(*rows.read_rows(str(data / "texts/test.jsonl"), *columns), strict=True)
+    return [*texts], [*labels]
+
+
+def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs, labelled):
+    run, (texts, truth) = runs["text_classification"], labelled
     classify = transformers.pipeline("text-classification", str(run.directory), device="cpu")
     assert [*classify.model.config.id2label.values()] == ["3", "20", "100"]
-    columns = ("text", rows.nonempty_text), ("label", rows.class_name)
-    texts, truth = zip(*rows.read_rows(run.summary["test"], *columns), strict=True)
-    predicted = [int(x["label"]) for x in classify([*texts])]
+    predicted = [int(x["label"]) for x in classify(texts)]
     assert len({*predicted}) > 1 and predicted != truth, "or it would be no test"
     exact = sklearn.metrics.f1_score(truth, predicted, average="macro", zero_division=0)
     assert run.summary["test_macro_f1"] == close(exact)
     assert run.summary["test_accuracy"] == close(sklearn.metrics.accuracy_score(truth, predicted))
 
 
-def test_an_adapter_has_the_new_head_of_a_classifier(runs):
+def test_an_adapter_has_the_new_head_of_a_classifier(runs, labelled):
     """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
-    run = runs["text_classification lora"]
+    run, (texts, truth) = runs["text_classification lora"], labelled
     auto = transformers.AutoModelForSequenceClassification
-    columns = ("text", rows.nonempty_text), ("label", rows.class_name)
-    texts, truth = zip(*rows.read_rows(run.summary["test"], *columns), strict=True)
+    options = {"tokenizer": str(run.directory), "device": "cpu"}
     truth = [f"LABEL_{[3, 20, 100].index(x)}" for x in truth]
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = auto.from_pretrained(run.directory / "adapter", num_labels=3)
-        options = {"tokenizer": str(run.directory), "device": "cpu"}
         classify = transformers.pipeline("text-classification", model, **options)
-        predicted = [x["label"] for x in classify([*texts])]
-        exact = sklearn.metrics.accuracy_score(truth, predicted)
+        exact = sklearn.metrics.accuracy_score(truth, [x["label"] for x in classify(texts)])
         assert run.summary["test_accuracy"] == close(exact)
     with pytest.raises(ValueError, match="Unrecognized model"):  # not with other weights at random
         auto.from_pretrained(run.directory)
