@@ -189,7 +189,8 @@ class Training:
         ends = [(received, boundary), (boundary, output)][stage]
         group, _ = distributed.new_subgroups(2)
         own = PipelineStage(parts[stage], stage, 2, torch.device("cpu"), *ends, group=group)
-        loss = partial(self.recipe.part_of_loss, args=self.args, parts=(count, 1), seen=[])
+        pipeline = SimpleNamespace(args=self.args, accumulation=1, chunk_values=[])
+        loss = partial(self.recipe.Pipeline.loss, pipeline)
         make_schedule = schedules.get_schedule_class(self.args.schedule)
         schedule = make_schedule(own, count, loss, scale_grads=False)
         if stage == 0:
@@ -328,7 +329,8 @@ def lines_of_cuts(path, flags):
     passes = {n: [] for n in (2, 4, 8, 16, 32) if args.batch_size % n == 0}
     for chunks in [*passes] * 5:  # in turn: a drift of the machine's speed affects all alike
         inputs, targets = (x[: args.batch_size // chunks].to(device) for x in example)
-        loss = partial(recipe.part_of_loss, targets=targets, args=args, parts=(1, 1), seen=[])
+        pipeline = SimpleNamespace(args=args, accumulation=1, chunk_values=[])
+        loss = partial(recipe.Pipeline.loss, pipeline, targets=targets)
         with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
             passes[chunks].append(time_blocks([*blocks.values(), loss], inputs))
     cuts = []

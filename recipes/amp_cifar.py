@@ -271,14 +271,12 @@ class ImageTensors(Dataset):
     batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
     `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
 
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
     def __init__(self, images, labels, device, augmentation_seed=None):
         self.labels = labels.to(device)
         self.seed = augmentation_seed
         self.height, self.width = images.shape[1:3]
-        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.mean = torch.tensor((0.4914, 0.4822, 0.4465), device=device)
+        self.std = torch.tensor((0.2470, 0.2435, 0.2616), device=device)
         self.padding = pad = 0 if augmentation_seed is None else 4
         padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
         self.images = padded.to(device)
@@ -307,8 +305,7 @@ class ImageTensors(Dataset):
         columns = torch.arange(self.width, device=device)
         columns = left + torch.where(flip == 1, columns.flip(0), columns)
         images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        mean, std = self.statistics
-        images = images.float().div_(255).sub_(mean).div_(std)
+        images = images.float().div_(255).sub_(self.mean).div_(self.std)
         return images.permute(0, 3, 1, 2), self.labels[index]
 
 
@@ -334,7 +331,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 251936162428: identical in all recipes, edit only above it
+# ================= shared infrastructure b50e5b8bf257: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -371,16 +368,13 @@ class Run:
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
-        self.accelerator = make_accelerator(args, gpus, precision, handlers)
+        self.accumulation = set_batch_sizes(args, replicas, multiple)
+        self.accelerator = make_accelerator(args, gpus, precision, handlers, self.accumulation)
         torch.set_num_threads(threads)  # after Accelerate, which sets another number
         # A second group on the CPUs: gloo does not wait for the GPUs.
         self.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if WORLD_SIZE > 1 else None
-        self.accumulation = set_batch_sizes(args, replicas, multiple)
-        self.accelerator.gradient_accumulation_steps = self.accumulation
         seed_rng(args.seed)  # for the initial weights
         self.parts = WORLD_SIZE // replicas  # ranks r and r + parts hold the same weights
-        self.step = 0  # the latest one
-        self.resumed_from = 0  # the step of the loaded checkpoint
         self.is_paused = True  # then it may take any time without a step
 
     def prepare_data(self, loaders, prepare=Accelerator.prepare):
@@ -409,7 +403,8 @@ class Run:
         checkpoint = self.checkpoints.find()
         # Before a DataLoader starts workers: they inherit the signal mask.
         self.watcher = Watcher(self)
-        self.step = self.resumed_from = checkpoint["step"] if checkpoint else 0
+        # The step of the loaded checkpoint, and the latest step.
+        self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
             shutil.copyfile(SCRIPT, self.directory / f"{RECIPE}.from-{self.step:08}.py")
@@ -423,7 +418,6 @@ class Run:
     def describe(self, optimizer):
         """Return what summary.json and each checkpoint say: the flags, and what ran where."""
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
-        on_gpu = self.accelerator.device.type == "cuda"
         config = {
             "recipe": RECIPE,
             **vars(self.args),
@@ -433,7 +427,7 @@ class Run:
             "steps": self.total_steps,
             "steps_per_epoch": self.steps_per_epoch,
             "samples": self.samples,
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
             "world_size": WORLD_SIZE,
             "versions": VERSIONS,
         }
@@ -850,27 +844,24 @@ class Checkpoints:
         remedy = "all machines have to share data and directory"
         exit_if_ranks_differ(run.store, "files", visible_to_this_rank, remedy)
         for path in paths:
-            content = damage = states = None
             try:
                 content = self.read(path)
             except (OSError, MemoryError) as error:  # the file may be intact
                 exit_with_error(f"cannot read {path} ({error}): try again, or delete it")
             except Exception as error:
-                damage = f"{error!r:.200}"
-            if content:
-                states = content.pop("states")
-                saved = content["config"]
-                names = sorted((run.config.keys() & saved.keys()) - may_differ)
-                pairs = [(x, saved[x], run.config[x]) for x in names]
-                conflicts = [f"{x} {old}, not {new}" for x, old, new in pairs if old != new]
-                if conflicts:
-                    remedy = "choose another --output-dir"
-                    exit_with_error(f"{path} has {'; '.join(conflicts)}: {remedy}")
-            content, damage = run.on_main_process(lambda found: found, (content, damage))
-            if content:
-                run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
-                return content | {"states": states}
-            run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
+                content = {"damage": f"{error!r:.200}"}
+            states = content.pop("states", None)
+            content = run.on_main_process(lambda found: found, content)
+            if "damage" in content:
+                run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({content['damage']})")
+                continue
+            old, new = content["config"], run.config
+            names = sorted((old.keys() & new.keys()) - may_differ)
+            conflicts = [f"{x} {old[x]}, not {new[x]}" for x in names if old[x] != new[x]]
+            if conflicts:
+                exit_with_error(f"{path} has {'; '.join(conflicts)}: choose another --output-dir")
+            run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
+            return content | {"states": states}
         if paths:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
         return None
@@ -922,8 +913,9 @@ class Checkpoints:
                 set_buffers(thing, buffers)
 
     def read(self, path):
-        """Return a checkpoint on the main process. Raise an error of any type if it is damaged."""
-        return read_file(path) if RANK == 0 else None
+        """Return a checkpoint, or {} on other processes than the main one. Raise an error of any
+        type if it is damaged."""
+        return read_file(path) if RANK == 0 else {}
 
     def write(self, content, path):
         """Write a checkpoint: renamed into place after fsync, and after it was read again."""
@@ -941,8 +933,7 @@ class Checkpoints:
 
 def checkpoint_paths(directory):
     """Return the paths of all checkpoints, the oldest first."""
-    paths = directory.glob(f"step-{'[0-9]' * 8}*")
-    return sorted(path for path in paths if path.suffix != ".tmp")
+    return sorted(path for path in directory.glob("step-[0-9]*") if path.suffix != ".tmp")
 
 
 def share(run, value, on_device):
@@ -1126,11 +1117,8 @@ class Watcher:
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
         self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
-        if self.run.store.add("reports", 1) == 1:
-            self.identify()
-
-    def identify(self):
-        """Print which ranks hang."""
+        if self.run.store.add("reports", 1) > 1:
+            return
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.run.store.wait(self.names, timedelta(seconds=self.timeout / 2))
         reporters = [name for name in self.names if self.run.store.check([name])]
@@ -1372,9 +1360,9 @@ def join_process_group(args, gpus):
     return store
 
 
-def make_accelerator(args, gpus, precision, handlers):
+def make_accelerator(args, gpus, precision, handlers, accumulation):
     """Return the Accelerator. Exit with an error if it does not see all processes."""
-    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Run` counts them
+    plugin = utils.GradientAccumulationPlugin(accumulation, sync_with_dataloader=False)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
     accelerator = Accelerator(

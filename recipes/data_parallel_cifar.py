@@ -248,14 +248,12 @@ class ImageTensors(Dataset):
     batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
     `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
 
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
     def __init__(self, images, labels, device, augmentation_seed=None):
         self.labels = labels.to(device)
         self.seed = augmentation_seed
         self.height, self.width = images.shape[1:3]
-        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.mean = torch.tensor((0.4914, 0.4822, 0.4465), device=device)
+        self.std = torch.tensor((0.2470, 0.2435, 0.2616), device=device)
         self.padding = pad = 0 if augmentation_seed is None else 4
         padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
         self.images = padded.to(device)
@@ -284,8 +282,7 @@ class ImageTensors(Dataset):
         columns = torch.arange(self.width, device=device)
         columns = left + torch.where(flip == 1, columns.flip(0), columns)
         images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        mean, std = self.statistics
-        images = images.float().div_(255).sub_(mean).div_(std)
+        images = images.float().div_(255).sub_(self.mean).div_(self.std)
         return images.permute(0, 3, 1, 2), self.labels[index]
 
 

@@ -265,10 +265,8 @@ def build_sharded_model(run, mesh):
     resumes = run.on_main_process(checkpoint_paths, run.directory)
     if RANK == 0 and not resumes:
         whole = load_weights(build_model(args), args.weights)
+        whole.to(memory_format=torch.contiguous_format)  # torch sends elements as they lie there
         weights = whole.state_dict()
-        for name in [name for name, x in weights.items() if torch.is_tensor(x)]:
-            # Torch sends the elements in the order in which they are in memory.
-            weights[name] = weights[name].contiguous()
     if run.cpu_group:
         try:
             distributed.barrier(run.cpu_group)
@@ -276,8 +274,13 @@ def build_sharded_model(run, mesh):
             exit_with_error("the main process has not built the model")
     with torch.device("meta"):  # shapes without memory
         model = build_model(args)
-    check_units(model)
+    names = {name for name, _ in model.named_parameters()}
     shard(model, args, mesh)
+    for name, _ in model.named_parameters():
+        if name not in names:  # FSDP has made two parameters of tied weights
+            what = f"{name} is in more than one unit, or in one and the root (tied weights)"
+            remedy = "make one unit of the modules that share it, or leave both to the root"
+            exit_with_error(f"shard_units: {what}: {remedy}")
     model.to_empty(device=run.accelerator.device)
     if resumes:  # a checkpoint has all of it
         return model
@@ -289,21 +292,6 @@ def build_sharded_model(run, mesh):
             buffer.copy_(whole.get_buffer(name))
     utils.broadcast(list(buffers.values()))  # in place
     return model
-
-
-def check_units(model):
-    """Exit with an error if a parameter is in two units, or in one and the root: FSDP would make
-    two parameters of it."""
-    units = shard_units(model)
-    inside = {module for unit in units for module in unit.modules()}
-    root = [module for module in model.modules() if module not in inside]
-    groups = [set(unit.parameters()) for unit in units]
-    groups.append({p for module in root for p in module.parameters(recurse=False)})
-    for name, parameter in model.named_parameters():
-        if sum(parameter in group for group in groups) > 1:
-            what = f"{name} is in more than one unit, or in one and the root (tied weights)"
-            remedy = "make one unit of the modules that share it, or leave both to the root"
-            exit_with_error(f"shard_units: {what}: {remedy}")
 
 
 def shard(model, args, mesh):
@@ -361,12 +349,11 @@ def checkpoint_activations(unit):
 
     @contextmanager
     def restored_buffers():
-        before = [buffer.clone() for buffer in unit.buffers()]
+        before = {name: buffer.clone() for name, buffer in unit.named_buffers()}
         try:
             yield
         finally:  # torch ends the second pass early, by an exception
-            for buffer, value in zip(unit.buffers(), before, strict=True):
-                buffer.copy_(value)
+            set_buffers(unit, before)
 
     unit.forward = partial(
         torch.utils.checkpoint.checkpoint,
@@ -407,50 +394,38 @@ def collect_full_weights(checkpoints):
     return {name: x for name, x in weights.items() if name in names.values()}
 
 
-def collect_without_shards(checkpoints):
-    """Return the states, with None for each shard."""
-    return split_states(checkpoints)[0]
-
-
-def split_states(checkpoints):
-    """Return the states without the shards, and {name: DTensor}, whatever holds them. Those of the
-    model are its parameters and buffers, each once (tied weights), and what `get_extra_state` of
-    its modules returns."""
-    shards = {}
+def collect_with_shards(checkpoints):
+    """Return the states. Those of the model are its parameters and buffers, each once (tied
+    weights), and what `get_extra_state` of its modules returns."""
     states = Checkpoints.collect(checkpoints)
     model = checkpoints.states["model"]
     extra = {name: x for name, x in states["model"].items() if name.endswith("_extra_state")}
     states["model"] = dict(model.named_parameters()) | dict(model.named_buffers()) | extra
-    return without_shards(states, shards), shards
+    return states
 
 
 def load_shards(checkpoints, saved):
     """Load the states, of which `saved["folder"]` has the shards."""
     model = checkpoints.states["model"]
-    make_optimizer_states(model, checkpoints.states["optimizer"], saved["optimizer"]["state"])
-    _, shards = split_states(checkpoints)
+    optimizer = checkpoints.states["optimizer"]
+    dcp_state.get_optimizer_state_dict(model, optimizer)  # creates the states
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if index not in saved["optimizer"]["state"]:  # it is frozen, or had no gradient yet
+            optimizer.state.pop(parameter, None)
+    shards = {}
+    without_shards(collect_with_shards(checkpoints), shards)
     reader = dcp.HuggingFaceStorageReader(saved["folder"])
     dcp.load(shards, storage_reader=reader, process_group=checkpoints.run.cpu_group)
-    set_buffers(model, saved["model"])
-    for name, buffer in model.named_buffers():
-        if buffer.shape != saved["model"][name].shape:  # a cache that has grown
-            parent, _, last = name.rpartition(".")
-            value = saved["model"][name].to(buffer.device, copy=True)
-            setattr(model.get_submodule(parent), last, value)
+    for name, buffer in model.named_buffers():  # replaced: a cache may have grown
+        parent, _, last = name.rpartition(".")
+        value = saved["model"][name].to(buffer.device, copy=True)
+        setattr(model.get_submodule(parent), last, value)
     extra = {name: x for name, x in saved["model"].items() if name.endswith("_extra_state")}
     model.load_state_dict(extra, strict=False)
     for name in checkpoints.states.keys() - {"model"}:
         own = with_shards(deepcopy(saved[name]), shards, f"states/{name}")
         checkpoints.states[name].load_state_dict(own)
-
-
-def make_optimizer_states(model, optimizer, saved):
-    """Create the states of the parameters that have some in `saved`."""
-    dcp_state.get_optimizer_state_dict(model, optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
-        if index not in saved:  # it is frozen, or had no gradient yet
-            optimizer.state.pop(parameter, None)
 
 
 def read_folder(checkpoints, path):
@@ -476,15 +451,15 @@ def write_folder(checkpoints, content, path):
     """Write a checkpoint: renamed into place after fsync, and after it was read again."""
     # Not one name for all steps: an NFS client may enter the folder that it once had this name.
     temporary = path.with_suffix(".tmp")
+    shards = {}
+    content["states"] = without_shards(content["states"], shards)
     try:
-        checksums = write_shards(checkpoints, temporary)
+        checksums = write_shards(checkpoints, shards, temporary)
         if RANK == 0:
             torch.save({**content, "checksums": checksums}, temporary / "run.pt")
             fsync_path(temporary / "run.pt")
             read_file(temporary / "run.pt")
             fsync_path(temporary)
-            if checksums.keys() != {file.name for file in temporary.glob("*.safetensors")}:
-                raise RuntimeError("all machines have to share the directory")
             if path.exists():  # damaged: this run has begun before it
                 delete_folder(checkpoints, path)
             os.replace(temporary, path)
@@ -509,7 +484,7 @@ def number_files(shards):
     return numbers
 
 
-def write_shards(checkpoints, folder):
+def write_shards(checkpoints, shards, folder):
     """Write each rank's shards to the disk. Return {file name: checksum} of all ranks' files, or
     raise an error on all ranks."""
     if RANK == 0:
@@ -517,7 +492,6 @@ def write_shards(checkpoints, folder):
             shutil.rmtree(unfinished)
         folder.mkdir()  # torch would also make the output directory anew
     utils.wait_for_everyone()
-    _, shards = split_states(checkpoints)
     files = number_files(shards)  # torch uses rank 0's on all ranks: it has most rows
     writer = dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True)
     writer.per_thread_copy_ahead = 0  # or copies of the shards would stay in pinned memory
@@ -546,7 +520,7 @@ def delete_folder(checkpoints, path):
 FILE_SIZE = 2**28  # bytes: with less, a large model would be many thousand files
 SHARDED = {
     "collect_weights": collect_full_weights,
-    "collect": collect_without_shards,
+    "collect": collect_with_shards,
     "load": load_shards,
     "read": read_folder,
     "write": write_folder,
@@ -601,14 +575,12 @@ class ImageTensors(Dataset):
     batch: (B, 3, H, W) float32, channels_last, normalised, and (B,) int64. With
     `augmentation_seed`: zero padding by 4, a random crop, and a random flip."""
 
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
     def __init__(self, images, labels, device, augmentation_seed=None):
         self.labels = labels.to(device)
         self.seed = augmentation_seed
         self.height, self.width = images.shape[1:3]
-        self.statistics = torch.tensor([self.mean, self.std], device=device)
+        self.mean = torch.tensor((0.4914, 0.4822, 0.4465), device=device)
+        self.std = torch.tensor((0.2470, 0.2435, 0.2616), device=device)
         self.padding = pad = 0 if augmentation_seed is None else 4
         padded = F.pad(images, (0, 0, pad, pad, pad, pad))  # pairs for channels, W, H
         self.images = padded.to(device)
@@ -637,8 +609,7 @@ class ImageTensors(Dataset):
         columns = torch.arange(self.width, device=device)
         columns = left + torch.where(flip == 1, columns.flip(0), columns)
         images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        mean, std = self.statistics
-        images = images.float().div_(255).sub_(mean).div_(std)
+        images = images.float().div_(255).sub_(self.mean).div_(self.std)
         return images.permute(0, 3, 1, 2), self.labels[index]
 
 
@@ -664,7 +635,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 251936162428: identical in all recipes, edit only above it
+# ================= shared infrastructure b50e5b8bf257: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -701,16 +672,13 @@ class Run:
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
-        self.accelerator = make_accelerator(args, gpus, precision, handlers)
+        self.accumulation = set_batch_sizes(args, replicas, multiple)
+        self.accelerator = make_accelerator(args, gpus, precision, handlers, self.accumulation)
         torch.set_num_threads(threads)  # after Accelerate, which sets another number
         # A second group on the CPUs: gloo does not wait for the GPUs.
         self.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if WORLD_SIZE > 1 else None
-        self.accumulation = set_batch_sizes(args, replicas, multiple)
-        self.accelerator.gradient_accumulation_steps = self.accumulation
         seed_rng(args.seed)  # for the initial weights
         self.parts = WORLD_SIZE // replicas  # ranks r and r + parts hold the same weights
-        self.step = 0  # the latest one
-        self.resumed_from = 0  # the step of the loaded checkpoint
         self.is_paused = True  # then it may take any time without a step
 
     def prepare_data(self, loaders, prepare=Accelerator.prepare):
@@ -739,7 +707,8 @@ class Run:
         checkpoint = self.checkpoints.find()
         # Before a DataLoader starts workers: they inherit the signal mask.
         self.watcher = Watcher(self)
-        self.step = self.resumed_from = checkpoint["step"] if checkpoint else 0
+        # The step of the loaded checkpoint, and the latest step.
+        self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
             shutil.copyfile(SCRIPT, self.directory / f"{RECIPE}.from-{self.step:08}.py")
@@ -753,7 +722,6 @@ class Run:
     def describe(self, optimizer):
         """Return what summary.json and each checkpoint say: the flags, and what ran where."""
         rates = [x.get("max_lr", x.get("initial_lr", x["lr"])) for x in optimizer.param_groups]
-        on_gpu = self.accelerator.device.type == "cuda"
         config = {
             "recipe": RECIPE,
             **vars(self.args),
@@ -763,7 +731,7 @@ class Run:
             "steps": self.total_steps,
             "steps_per_epoch": self.steps_per_epoch,
             "samples": self.samples,
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
             "world_size": WORLD_SIZE,
             "versions": VERSIONS,
         }
@@ -1180,27 +1148,24 @@ class Checkpoints:
         remedy = "all machines have to share data and directory"
         exit_if_ranks_differ(run.store, "files", visible_to_this_rank, remedy)
         for path in paths:
-            content = damage = states = None
             try:
                 content = self.read(path)
             except (OSError, MemoryError) as error:  # the file may be intact
                 exit_with_error(f"cannot read {path} ({error}): try again, or delete it")
             except Exception as error:
-                damage = f"{error!r:.200}"
-            if content:
-                states = content.pop("states")
-                saved = content["config"]
-                names = sorted((run.config.keys() & saved.keys()) - may_differ)
-                pairs = [(x, saved[x], run.config[x]) for x in names]
-                conflicts = [f"{x} {old}, not {new}" for x, old, new in pairs if old != new]
-                if conflicts:
-                    remedy = "choose another --output-dir"
-                    exit_with_error(f"{path} has {'; '.join(conflicts)}: {remedy}")
-            content, damage = run.on_main_process(lambda found: found, (content, damage))
-            if content:
-                run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
-                return content | {"states": states}
-            run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({damage})")
+                content = {"damage": f"{error!r:.200}"}
+            states = content.pop("states", None)
+            content = run.on_main_process(lambda found: found, content)
+            if "damage" in content:
+                run.accelerator.print(f"{RECIPE}: skipping damaged {path} ({content['damage']})")
+                continue
+            old, new = content["config"], run.config
+            names = sorted((old.keys() & new.keys()) - may_differ)
+            conflicts = [f"{x} {old[x]}, not {new[x]}" for x in names if old[x] != new[x]]
+            if conflicts:
+                exit_with_error(f"{path} has {'; '.join(conflicts)}: choose another --output-dir")
+            run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
+            return content | {"states": states}
         if paths:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
         return None
@@ -1252,8 +1217,9 @@ class Checkpoints:
                 set_buffers(thing, buffers)
 
     def read(self, path):
-        """Return a checkpoint on the main process. Raise an error of any type if it is damaged."""
-        return read_file(path) if RANK == 0 else None
+        """Return a checkpoint, or {} on other processes than the main one. Raise an error of any
+        type if it is damaged."""
+        return read_file(path) if RANK == 0 else {}
 
     def write(self, content, path):
         """Write a checkpoint: renamed into place after fsync, and after it was read again."""
@@ -1271,8 +1237,7 @@ class Checkpoints:
 
 def checkpoint_paths(directory):
     """Return the paths of all checkpoints, the oldest first."""
-    paths = directory.glob(f"step-{'[0-9]' * 8}*")
-    return sorted(path for path in paths if path.suffix != ".tmp")
+    return sorted(path for path in directory.glob("step-[0-9]*") if path.suffix != ".tmp")
 
 
 def share(run, value, on_device):
@@ -1456,11 +1421,8 @@ class Watcher:
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
         self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
-        if self.run.store.add("reports", 1) == 1:
-            self.identify()
-
-    def identify(self):
-        """Print which ranks hang."""
+        if self.run.store.add("reports", 1) > 1:
+            return
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.run.store.wait(self.names, timedelta(seconds=self.timeout / 2))
         reporters = [name for name in self.names if self.run.store.check([name])]
@@ -1702,9 +1664,9 @@ def join_process_group(args, gpus):
     return store
 
 
-def make_accelerator(args, gpus, precision, handlers):
+def make_accelerator(args, gpus, precision, handlers, accumulation):
     """Return the Accelerator. Exit with an error if it does not see all processes."""
-    plugin = utils.GradientAccumulationPlugin(1, sync_with_dataloader=False)  # `Run` counts them
+    plugin = utils.GradientAccumulationPlugin(accumulation, sync_with_dataloader=False)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, non_blocking=True)
     loading.data_seed = random.Random(args.seed).getrandbits(31)  # Accelerate adds the epoch
     accelerator = Accelerator(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")
-NORMALIZE = T.Normalize(recipe.ImageTensors.mean, recipe.ImageTensors.std)
+NORMALIZE = T.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 @pytest.fixture(scope="module")

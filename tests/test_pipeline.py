@@ -128,7 +128,8 @@ def last_stage(batch, keys=("loss",)):
     def evaluate(target, return_outputs):
         model.chunk_values.append(dict.fromkeys(keys, torch.zeros(4)))
 
-    model = SimpleNamespace(batch_size=4, batch_shapes=[(4, 2), (4,)], training=False, chunks=1)
+    model = SimpleNamespace(batch_shapes=[(4, 2), (4,)], training=False)
+    model.args = SimpleNamespace(batch_size=4, chunks=1)
     model.chunk_values = []
     model.keys = ["loss"]
     model.group = SimpleNamespace(rank=lambda: 1)

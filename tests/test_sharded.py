@@ -24,7 +24,6 @@ from conftest import (
     train_forked,
 )
 from safetensors.torch import load_file
-from torch import nn
 
 recipe = load("recipes/sharded_cifar.py", exits=True)
 
@@ -105,11 +104,21 @@ def test_mistakes_are_one_line():
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=4)
     with pytest.raises(Exit, match="--replicas: 4 process\\(es\\) do not make 3"):
         recipe.make_mesh(accelerator, 3)
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    recipe.check_units(tied)
-    tied[1].weight = tied[0].weight
-    with pytest.raises(Exit, match=r"0\.weight is in more than one unit"):
-        recipe.check_units(tied)
+
+
+TIED = """
+
+def build_model(args):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.Linear(10, 10), nn.Linear(10, 10))
+    model[3].weight = model[2].weight
+    return model
+"""
+
+
+@pytest.mark.copied("sharded_cifar", project=TIED)
+def test_weights_that_two_units_share_are_an_error_in_one_line(outcome):
+    assert outcome.codes == [2], outcome.output
+    assert "mine: error: shard_units: 3.weight is in more than one unit" in outcome.output
 
 
 DISTURBED = project("disturbed") + FILES

@@ -60,6 +60,7 @@ optimizer, scheduler = recipe.make_optimizer(model, args, 100)
 model, optimizer = accelerator.prepare(model, optimizer)
 training = [run, model, optimizer, scheduler]
 run.scheduler = scheduler
+run.step = 0
 run.metrics = metrics = SimpleNamespace(names=[], sums=0, bar=0, timed_next=next)
 metrics.progress = SimpleNamespace(advance=lambda bar: None)
 
