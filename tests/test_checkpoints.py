@@ -44,6 +44,7 @@ def the_error(answer, code=2):
     return line
 
 
+RECIPES = ["ddp_cifar", pytest.param("sharded_cifar", marks=pytest.mark.slow)]
 # A small checkpoint of sharded has as many files as a large one.
 DISTURBED = project("disturbed") + "\nFILE_SIZE = 1000\n"
 KILLS = {  # rank, step, what it is about to do in the save after that, where the next run begins
@@ -68,7 +69,7 @@ ORDER = {
 }
 
 
-@pytest.mark.parametrize("recipe", KILLS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
     script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
@@ -95,7 +96,7 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe
 LARGEST = {"ddp_cifar": [0, 4, 12_000], "sharded_cifar": [1, 4, 3000]}  # rank, step, bytes
 
 
-@pytest.mark.parametrize("recipe", LARGEST)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_where_a_checkpoint_cannot_be_written_all_ranks_exit_and_earlier_ones_stay(
     recipe, tmp_path
 ):
@@ -178,7 +179,7 @@ def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ddp_cifar", "sharded_cifar"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_all_ranks_get_the_checkpoint_or_none_resumes(recipe, tmp_path):
     """The main process reads it once; of a sharded one each process reads its part. An error names
     the rank. A flag that was added to the recipe later does not hinder resuming."""

@@ -46,11 +46,14 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MORE = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "simple_cnn"]
+
+
+@pytest.mark.parametrize("case", ["simple_cnn", *MORE])
 def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(case, tmp_path):
-    """Over the same chunks of six samples, also of weighted ones, most of which weigh nothing. The
-    second stage begins with an operation in place; pipelines have another buffer; the first stage
-    is frozen. 64 test samples leave a batch incomplete."""
+    """Over the same chunks of six samples. Weights of samples are mostly 0. The second stage begins
+    with an operation in place, or the first one is frozen. A buffer differs between pipelines. 64
+    test samples leave a batch incomplete."""
     chosen, flags, counts = CASES[case]
     text = project("pipeline", **chosen) + IN_FLOAT64
     flags = [*SMALL, "--max-steps", 10, "--lr", 0.2, "--global-batch-size", 48, *flags]
