@@ -168,9 +168,7 @@ def test_compiled_units_are_the_eager_ones(backend, tmp_path):
     own = [*flags, "--compile", "--activation-checkpointing"]
     eager, compiled = train_forked(tmp_path, (2, script, flags), (2, script, own), imports=COMPILER)
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
-    # In torch 2.11 --activation-checkpointing runs uncompiled, as docs/running.md says.
-    expected = "0" if torch.__version__.startswith("2.11.") else "10"
-    assert graphs == [["0"] * 2, [expected] * 2]
+    assert graphs == [["0"] * 2, ["10"] * 2]
     assert_same_training(compiled, eager, ROUNDING)
     assert compiled.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
 
