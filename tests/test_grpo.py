@@ -86,6 +86,22 @@ def test_the_end_of_a_completion_counts_and_what_is_behind_does_not(model, args,
     assert texts == [tokenizer.decode(x) for x in ([5], [5, 6, 7], [], [5, 6])]
 
 
+def losses_by_hand(model, reference, prompts, completions, rewards, beta):
+    """Return the losses, and the divergences, of the tokens of each completion."""
+    losses, divergences = [], []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        group = rewards[i // 2 * 2 :][:2].double()
+        advantage = (rewards[i] - group.mean()) / (group.std() + 1e-4)
+        found = by_hand(model, prompt, completion, 1.3)
+        with torch.no_grad():
+            of_base = by_hand(reference, prompt, completion, 1.3)
+        ratio = torch.exp(found) / torch.exp(found).detach()
+        divergence = torch.exp(of_base) / torch.exp(found) - (of_base - found) - 1
+        losses.append(-(ratio * advantage - beta * divergence))
+        divergences.append(divergence)
+    return losses, divergences
+
+
 @pytest.mark.parametrize(("mean_over", "beta"), [("completions", 0.7), ("tokens", 0.0)])
 def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
     mean_over, beta, args, tmp_path
@@ -103,17 +119,7 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
     for row, length in zip(completions, (100, 60, 900, 300), strict=True):
         row[:length] = torch.randint(3, 50, (length,))
     rewards = torch.tensor([1.0, 0.0, 0.5, 3.0])
-    losses, divergences = [], []
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        group = rewards[i // 2 * 2 :][:2].double()
-        advantage = (rewards[i] - group.mean()) / (group.std() + 1e-4)
-        found = by_hand(model, prompt, completion, 1.3)
-        with torch.no_grad():
-            of_base = by_hand(reference, prompt, completion, 1.3)
-        ratio = torch.exp(found) / torch.exp(found).detach()
-        divergence = torch.exp(of_base) / torch.exp(found) - (of_base - found) - 1
-        losses.append(-(ratio * advantage - beta * divergence))
-        divergences.append(divergence)
+    losses, divergences = losses_by_hand(model, reference, prompts, completions, rewards, beta)
     exact = torch.cat(losses).mean()
     if mean_over == "completions":
         exact = torch.stack([x.mean() for x in losses]).mean()
