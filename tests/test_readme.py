@@ -236,6 +236,8 @@ def test_the_accuracies_on_the_front_page_are_of_runs_with_these_minutes():
     seconds = int(re.search(r"From launch to exit it took (\d+) seconds", MEASUREMENTS)[1])
     found = re.search(r"trained it to (.*?)%, .* in (\S+) minutes on one H200", front_page).groups()
     assert found == (f"{100 * fast['test_accuracy']:.1f}", f"{seconds / 60:.1f}")
+    cents, dollars = map(int, re.search(r"cost (\d+) cents at (\d+) dollars", front_page).groups())
+    assert cents == round(seconds / 3600 * dollars * 100)
     found = re.search(r"reached ([\d.]+)% in (\d+) minutes on two", front_page).groups()
     assert found == (f"{100 * small['test_accuracy']:.1f}", f"{small['seconds'] / 60:.0f}")
 
