@@ -331,7 +331,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure b50e5b8bf257: identical in all recipes, edit only above it
+# ================= shared infrastructure 7b68c3be08cc: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -883,7 +883,7 @@ class Checkpoints:
                     self.delete(old)
         except Exception as error:
             Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
-            error = error.__context__ or error
+            error = error if isinstance(error, OSError) else error.__context__ or error
             exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
         if run.cpu_group:
             distributed.barrier(run.cpu_group)
