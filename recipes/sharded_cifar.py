@@ -417,10 +417,12 @@ def load_shards(checkpoints, saved):
     without_shards(collect_with_shards(checkpoints), shards)
     reader = dcp.HuggingFaceStorageReader(saved["folder"])
     dcp.load(shards, storage_reader=reader, process_group=checkpoints.run.cpu_group)
-    for name, buffer in model.named_buffers():  # replaced: a cache may have grown
-        parent, _, last = name.rpartition(".")
-        value = saved["model"][name].to(buffer.device, copy=True)
-        setattr(model.get_submodule(parent), last, value)
+    set_buffers(model, saved["model"])
+    for name, buffer in model.named_buffers():
+        if buffer.shape != saved["model"][name].shape:  # a cache that has grown
+            parent, _, last = name.rpartition(".")
+            value = saved["model"][name].to(buffer.device, copy=True)
+            setattr(model.get_submodule(parent), last, value)
     extra = {name: x for name, x in saved["model"].items() if name.endswith("_extra_state")}
     model.load_state_dict(extra, strict=False)
     for name in checkpoints.states.keys() - {"model"}:
