@@ -36,11 +36,11 @@ NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
-# Copies of these bring most additions to all recipes.
-IN_ALL_RECIPES = {"photos", "language_model"}
-# These are unlike them: two models with a loss each, and samples of any length. Tests of their own
-# train the other tasks, whose copies only `make test-all` checks.
-IN_DDP = {*IN_ALL_RECIPES, "gan", "speech"}
+# Copies of these bring most additions to the other recipes.
+IN_OTHERS = {"photos", "language_model"}
+# Two of these are unlike them: two models with a loss each, and samples of any length. Tests of
+# their own train the other tasks, whose copies only `make test-all` checks.
+IN_DDP = {"photos", "gan", "speech"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # Of the toy data, for four steps and an evaluation.
 LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.tsv": 16, "test.conll": 100}
@@ -111,7 +111,7 @@ def directory(tmp_path_factory):
 
 def case(task, recipe, *more):
     """A parameter of the test, with more flags. amp is ddp plus autocast."""
-    twin = recipe == "amp" or task not in (IN_DDP if recipe == "ddp" else IN_ALL_RECIPES)
+    twin = recipe == "amp" or task not in (IN_DDP if recipe == "ddp" else IN_OTHERS)
     name = "-".join((task, recipe, *more))
     return pytest.param(task, recipe, more, marks=[pytest.mark.twin] * twin, id=name)
 

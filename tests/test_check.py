@@ -46,12 +46,12 @@ GOOD = {  # flags, processes of the runs
 }
 
 
-# test_adapting.py checks copies of sharded with examples.
-TWINS = [pytest.param(recipe, marks=pytest.mark.twin) for recipe in ("amp", "sharded")]
+# test_adapting.py checks copies of sharded and of the pipeline with examples.
+TWINS = [pytest.param(name, marks=pytest.mark.twin) for name in ("amp", "sharded", "pipeline")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ddp", *TWINS, "pipeline"])
+@pytest.mark.parametrize("recipe", ["ddp", *TWINS])
 def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
     """Also its dropout and its random loss. That these depend on the microbatches is reported."""
     flags, processes = GOOD[recipe]

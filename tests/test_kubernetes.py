@@ -87,7 +87,7 @@ def test_only_what_would_fail_again_ends_the_job_and_an_eviction_does_not_count(
 
 
 @pytest.mark.slow
-@pytest.mark.twin  # of a lost machine, in test_elastic.py
+@pytest.mark.cluster
 @needs_pods
 def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine(tmp_path):
     gate = project("interruption", train_step="step_at_a_gate", GATE='"2/12"')  # in mid-epoch
@@ -114,6 +114,7 @@ def test_a_pod_is_evicted_in_mid_epoch_and_the_run_ends_like_that_of_one_machine
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 @needs_pods
 def test_a_wrong_flag_is_status_2_of_a_pod_with_a_line_that_names_it(tmp_path):
     directory = volume(tmp_path / "volume")
@@ -124,6 +125,7 @@ def test_a_wrong_flag_is_status_2_of_a_pod_with_a_line_that_names_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 @needs_pods
 def test_a_pod_that_waits_for_the_other_one_ends_at_once(tmp_path):
     """Its torchrun has no handler for SIGTERM then: as PID 1 it would ignore the signal."""
