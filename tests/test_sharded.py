@@ -156,7 +156,7 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs g++")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.twin)])
-def test_compiled_units_are_the_eager_ones(backend, tmp_path):
+def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(backend, tmp_path):
     """Also with activation checkpointing. Each unit is a graph, in training and in an evaluation:
     more than torch keeps of one function by default. "aot_eager" runs the graphs that are otherwise
     translated into C++, which takes most of the time."""
@@ -164,13 +164,19 @@ def test_compiled_units_are_the_eager_ones(backend, tmp_path):
     line = "dynamic=False)", f'dynamic=False, backend="{backend}")'
     script = tmp_path / "mine.py"
     copy("sharded_cifar", script, LITTLE_DATA, line, project=text + IN_FLOAT64)
-    flags = [*SMALL, "--batch-size", 8, "--max-steps", 4]
+    flags = [*SMALL, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
     own = [*flags, "--compile", "--activation-checkpointing"]
     eager, compiled = train_forked(tmp_path, (2, script, flags), (2, script, own), imports=COMPILER)
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
     assert graphs == [["0"] * 2, ["10"] * 2]
     assert_same_training(compiled, eager, ROUNDING)
     assert compiled.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
+
+    directory = tmp_path / "again"
+    shutil.copytree(compiled.directory / "step-00000002", directory / "step-00000002")
+    (again,) = train_forked(tmp_path, (2, script, own, {"directory": directory}), imports=COMPILER)
+    assert again.summary["resumed_from"] == 2
+    assert_same_training(again, compiled, 0)
 
 
 class Hostile:
