@@ -285,7 +285,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 7b68c3be08cc: identical in all recipes, edit only above it
+# ================= shared infrastructure 633534c83bf5: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -887,7 +887,8 @@ class Checkpoints:
 
 def checkpoint_paths(directory):
     """Return the paths of all checkpoints, the oldest first."""
-    return sorted(path for path in directory.glob("step-[0-9]*") if path.suffix != ".tmp")
+    paths = directory.glob(f"step-{'[0-9]' * 8}*")
+    return sorted(path for path in paths if path.suffix != ".tmp")
 
 
 def share(run, value, on_device):
@@ -1071,8 +1072,11 @@ class Watcher:
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
         self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
-        if self.run.store.add("reports", 1) > 1:
-            return
+        if self.run.store.add("reports", 1) == 1:
+            self.identify()
+
+    def identify(self):
+        """Print which ranks hang."""
         with suppress(RuntimeError):  # a rank that was stopped does not report
             self.run.store.wait(self.names, timedelta(seconds=self.timeout / 2))
         reporters = [name for name in self.names if self.run.store.check([name])]

@@ -89,11 +89,9 @@ class Pods:
     def __init__(self, manifest, directory):
         _, job = yaml.safe_load_all(manifest)
         pod = job["spec"]["template"]["spec"]
-        self.directory, self.name, self.hosts = (
-            directory,
-            job["metadata"]["name"],
-            directory / "hosts",
-        )
+        self.directory = directory
+        self.name = job["metadata"]["name"]
+        self.hosts = directory / "hosts"
         (self.container,) = pod["containers"]
         self.grace = pod["terminationGracePeriodSeconds"]
         (memory,) = [volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume]
