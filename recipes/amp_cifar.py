@@ -177,10 +177,10 @@ def main():
     if args.compile:  # in place. A second microbatch would overwrite gradients in CUDA graphs
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
     check_weights_are_fp32(model, args.precision)
-    ddp.broadcast_buffers = bool(training_buffers(model))
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = bool(training_buffers(model))  # by DDP, in each step
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     states |= {"scaler": accelerator.scaler} if accelerator.scaler else {}

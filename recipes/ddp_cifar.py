@@ -173,10 +173,10 @@ def main():
     model = load_weights(build_model(args), args.weights)
     if args.compile:  # in place. A second microbatch would overwrite gradients in CUDA graphs
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
-    ddp.broadcast_buffers = bool(training_buffers(model))
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = bool(training_buffers(model))  # by DDP, in each step
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     run.resume(states, partial(before_first_step, run, model, train_loader))
