@@ -5,16 +5,14 @@
     python benchmarks/nccl.py --one-machine    # needs NCCL 2.30
     python benchmarks/nccl.py --cpu --cases sharded-2 killed    # over gloo, without a GPU
 
-Each rank has a torchrun of its own, as on as many machines with one GPU. NCCL connects them by
-sockets (one_gpu/sitecustomize.py). With --one-machine, one torchrun starts all ranks, and NCCL uses
-shared memory. This shows that collectives compute what they should, and that all ranks call them in
-the same order. It shows nothing of links between GPUs, and nothing of speed.
+Each rank has a torchrun of its own, as on as many machines with one GPU, and NCCL connects them by
+sockets. With --one-machine, one torchrun starts all ranks, and NCCL uses shared memory. This shows
+that collectives are right and in the same order on all ranks, and nothing of links between GPUs.
 
 A case trains 24 steps, in float64 if it has no precision. All its numbers and weights have to be
 those of another case, up to rounding. In some cases rank 1 gets a signal in the step after a
-checkpoint. Then the same command resumes, and has to end with the same numbers, bit for bit. Prints
-a line of Markdown per case. Writes nccl.json and what the ranks print to --output-dir. Exit status
-1: a case failed.
+checkpoint; the same command then resumes, and has to end with the same numbers, bit for bit. Prints
+a line of Markdown per case, and writes nccl.json. Exit status 1: a case failed.
 """
 
 import argparse
@@ -37,7 +35,7 @@ from check import BATCHNORM, ENVIRONMENT, NO_BOUND, compare, error_of, values_of
 from machine import describe, free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-FLAGS = "--data synthetic --model simple_cnn --global-batch-size 64 --lr 0.4 --threads 1 --keep 99"
+FLAGS = "--data synthetic --model simple_cnn --global-batch-size 64 --lr 0.4 --threads 1"
 FLAGS += " --max-steps 24 --log-every 1 --checkpoint-every 8 --evaluate-every 12"
 CHECKPOINT = "step-00000008"
 RESNET = "--model resnet50 --stem imagenet --batch-size 8 --global-batch-size 16 --max-steps 3"
@@ -81,8 +79,7 @@ COLUMNS = ["case", "ranks", "s", "NCCL", "compared with", "nearest to its bound"
 
 
 def train_as_rank(number, path, *flags):
-    """Train as the program of one rank, on fewer and smaller images. Rank 1 gets the signal, unless
-    it is "none"."""
+    """Train as one rank, on fewer and smaller images. Rank 1 gets the signal, if there is any."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     sys.argv = [path, *flags]
     recipe = load(path)
@@ -138,7 +135,7 @@ class Case:
         self.path, self.output = args.recipes / f"{recipe}_cifar.py", args.output_dir / name
         self.flags = [*FLAGS.split(), *flags.split(), *["--cpu"] * args.cpu]
         self.lower = LOWER.get(flags.removeprefix("--precision "))
-        self.said, self.nccl, self.warnings = "", [], []
+        self.said, self.nccl = "", []
         # Filled by check.py's `compare`.
         self.result = {"differences": [], "reason": "", "verdict": "", "undecided": ""}
 
@@ -169,7 +166,6 @@ class Case:
         """Train to the end, and compare the numbers. Return an error, or ""."""
         codes, text, _ = self.train("none")
         self.nccl = sorted(set(re.findall(r"NCCL (?:version|INFO .* via) (\S+)", text)))
-        self.warnings = sorted(set(re.findall(r"(?:\[W|\w*Warning: ).*", text)))
         if any(codes):
             return f"exit codes {codes}: {error_of(self.path, text)}"
         resumed = json.loads((self.output / "summary.json").read_text())["resumed_from"]
@@ -192,14 +188,13 @@ class Case:
         return bounds
 
     def examine(self, values):
-        """Do all of it."""
         began = time.monotonic()
         shutil.rmtree(self.output, ignore_errors=True)
         error = f"{self.against} failed" if self.against and self.against not in values else ""
         if not error and self.signal != "none":
             error = self.interrupt()
-        self.result["reason"] = error or self.complete(values)
-        if not self.result["reason"]:
+        self.result["reason"] = error = error or self.complete(values)
+        if not error:
             shutil.rmtree(self.output)
         self.seconds = time.monotonic() - began
 
