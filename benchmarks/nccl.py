@@ -99,9 +99,9 @@ def train_as_rank(number, path, *flags):
     recipe.start(recipe.main)
 
 
-def run(commands, environment, log, limit):
+def run(commands, environment, log, limit, grace):
     """Run launchers side by side. Return their exit codes, their output, and whether processes were
-    killed: after the limit, or GRACE seconds after the first failure."""
+    killed: after `limit` seconds, or `grace` seconds after the first failure."""
     late, deadline = False, time.monotonic() + limit
     with open(log, "w") as file:
         options = {"stdout": file, "stderr": file, "env": environment, "start_new_session": True}
@@ -110,7 +110,7 @@ def run(commands, environment, log, limit):
         while not late and any(launcher.poll() is None for launcher in launchers):
             time.sleep(0.1)
             if any(launcher.poll() for launcher in launchers):
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
             late = time.monotonic() > deadline
     finally:
         for launcher in launchers:
@@ -146,7 +146,8 @@ class Case:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = str(int(self.args.one_machine))
         log = self.args.output_dir / f"{self.name}-{number}.txt"
-        return run(commands, environment, log, LIMIT * (10 if self.args.cpu else 1))
+        limit = LIMIT * (10 if self.args.cpu else 1)
+        return run(commands, environment, log, limit, 5 if number == "SIGSTOP" else GRACE)
 
     def interrupt(self):
         """Train until the signal ends the run. Return an error, or ""."""
