@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Mixed precision: ddp_cifar.py in bf16, or in fp16 with dynamic loss scaling.
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/amp_cifar.py

@@ -29,6 +29,7 @@ from recipe import (
     is_split,
     names,
     parts,
+    with_metadata,
     write,
 )
 
@@ -60,7 +61,7 @@ def updated(path, banner, newest):
         raise ValueError(f"{path}: {what}: {found}: see diff {REFERENCE} {path}")
     lines, last = before.split("\n"), imports(before)[1]
     lines[last:last] = added
-    return "\n".join(lines) + banner + newest, added
+    return with_metadata("\n".join(lines)) + banner + newest, added
 
 
 def infrastructure_of(path):
