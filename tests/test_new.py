@@ -13,6 +13,7 @@ from functools import cache, partial
 import new
 import pytest
 import sync
+from composed import assert_lists_its_packages
 from conftest import LITTLE, ROOT, SMALL, assert_same_training, train_forked
 from recipe import REFERENCE, parts
 
@@ -84,6 +85,8 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
         own = parts(path)[0]
         assert new.without_unused(own, block) == own and not new.unused_imports(own, block)
         assert sync.updated(path, banner, block) == (text, [])
+        assert_lists_its_packages(text)
+        assert_lists_its_packages((tmp_path / "two" / path.name).read_text(), block)
     lint(tmp_path, ["check", "--fix", "--select", "I"])
 
 

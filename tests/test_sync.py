@@ -92,7 +92,7 @@ def project(tmp_path):
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "project/tools").mkdir()
-    for name in ("Makefile", "tools/sync.py", "tools/recipe.py"):
+    for name in ("Makefile", "pyproject.toml", "tools/sync.py", "tools/recipe.py"):
         shutil.copy(ROOT / name, tmp_path / "project" / name)
     for path in COPIES:  # also where the recipes have drifted
         text = path.read_text().replace(shared_block(path), shared_block(REFERENCE))
