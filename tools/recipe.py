@@ -187,12 +187,6 @@ def module_of(requirement):
     return re.match(r"[\w.-]+", requirement)[0].lower().replace("-", "_")
 
 
-def modules(text):
-    """Return the top-level modules that a text imports anywhere."""
-    nodes = [node for node in ast.walk(parsed(text)) if isinstance(node, IMPORTS)]
-    return {full.partition(".")[0] for node in nodes for full in imported(node).values()}
-
-
 def with_metadata(own):
     """Return a script whose inline metadata (PEP 723) lists the packages that it imports, with the
     bounds of pyproject.toml. What is listed already stays as it is."""
@@ -206,8 +200,10 @@ def with_metadata(own):
     found = METADATA.search(own)
     content = re.sub("^# ?", "", found[1], flags=re.MULTILINE)
     listed = tomllib.loads(content).get("dependencies", [])
-    used = (modules(own) | modules(infrastructure())) - {*map(module_of, listed)}
-    lacking = [known[x] for x in known if x in used]
+    nodes = [*ast.walk(parsed(own)), *ast.walk(parsed(infrastructure()))]
+    used = [name for x in nodes if isinstance(x, IMPORTS) for name in imported(x).values()]
+    used = {name.partition(".")[0] for name in used} - {*map(module_of, listed)}
+    lacking = [known[name] for name in known if name in used]
     if not lacking:
         return own
     if not LISTED.search(content):

@@ -92,6 +92,8 @@ def main(paths):
     for path in paths:
         if beside := infrastructure_of(path):
             results[beside] = updated_infrastructure(beside, newest), []
+            if path != beside:
+                results[path] = with_metadata(path.read_text("utf-8")), []
         else:
             results[path] = updated(path, banner, newest)
     for path, (text, added) in results.items():
