@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Train ResNet-50 on CIFAR-10 with Hugging Face Accelerate: one process per GPU, DDP.
 
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/ddp_cifar.py

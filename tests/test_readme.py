@@ -38,7 +38,8 @@ OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --i
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
 OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
 OTHERS += "--index-url --standalone --exclude --tuned --chat --enable_jit_checkpoint "
-OTHERS += "--resume_from_checkpoint"
+OTHERS += "--resume_from_checkpoint --no-project --with-requirements --script --active --with "
+OTHERS += "--requirements-from-script --torch-backend --flavor --timeout"
 
 
 def section(page, title):
