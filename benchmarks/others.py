@@ -151,8 +151,8 @@ class Trials:
 
 
 def table(content):
-    """Return the table (Markdown): of each test a row per verdict, with the scripts that had it. Two
-    verdicts of a script that differ stand side by side."""
+    """Return the table (Markdown): of each test a row per verdict, with its scripts. Two verdicts
+    of a script that differ stand side by side."""
     results = {name: content["results"][name] for name in SCRIPTS if name in content["results"]}
     lines = [["test", "script", "result"], ["---"] * 3]
     for name, title in TESTS.items():

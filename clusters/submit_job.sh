@@ -64,7 +64,8 @@ where="on $SLURM_NNODES node(s) with $per_node process(es) each"
 echo "job $SLURM_JOB_ID: $recipe ${flags[*]} $where"
 
 # This runs on each node. gloo would take the address of the host's name, which may be a loopback
-# address. It gets the interface of the route to the first node or, on the first, to the last.
+# address, and NCCL the first network. Both get the interface of the route to the first node or, on
+# the first, to the last.
 # Slurm signals every process of a step. The ranks save and exit. The launcher has to wait for them:
 # it ignores the signal, and PET_SIGNALS_TO_HANDLE keeps it from stopping them. The ranks inherit
 # that until they have started, so the signal is repeated. Exit code 138 means stopped, not failed.
@@ -76,6 +77,9 @@ on_node='
         if [ "$SLURM_NODEID" = 0 ]; then peer=$last_node; else peer=$first_node; fi
         route=$(ip route get "$(getent ahosts "$peer" | sed "s/ .*//;q")") &&
             export GLOO_SOCKET_IFNAME="$(sed -n "s/.* dev \([^ ]*\).*/\1/p" <<< "$route")"
+    fi
+    if [ "${GLOO_SOCKET_IFNAME:-}" ]; then # NCCL takes names that begin so, and with "=" this one
+        export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$GLOO_SOCKET_IFNAME}"
     fi
     (
         trap "" USR1 TERM

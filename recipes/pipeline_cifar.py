@@ -548,7 +548,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure cd796d428504: identical in all recipes, edit only above it
+# ================= shared infrastructure d38d54000577: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -556,6 +556,7 @@ LAUNCHED = bool({"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & os.enviro
 LAUNCHER = os.getppid()  # read early: it changes when the launcher dies
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 RANK_AND_HOST = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
@@ -883,8 +884,9 @@ class Metrics:
         norms += [] if grad_norm is None else [grad_norm]
         memory = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
         used = torch.tensor([self.data_seconds, memory / 2**30])
-        row = [self.sums, torch.stack(norms).to(self.sums), used.to(self.sums, non_blocking=True)]
-        rows = run.accelerator.gather(torch.cat(row)[None]).cpu()
+        norms = torch.stack([x.to(self.sums) for x in norms])  # that of no tensors is on the CPU
+        row = torch.cat([self.sums, norms, used.to(self.sums, non_blocking=True)])
+        rows = run.accelerator.gather(row[None]).cpu()
         sums, norms, waited, memory = rows.split([len(self.sums), len(norms), 1, 1], dim=1)
         seconds = time.perf_counter() - self.clock
         samples = (run.step - self.interval_began) * run.args.global_batch_size
@@ -943,7 +945,8 @@ def exit_if_ranks_are_wrong(run, losses, norms):
     if ranks:
         problem = ", ".join(f"{name} of ranks {numbers}" for name, numbers in ranks.items())
         interval = f"between steps {run.metrics.interval_began} and {run.step}, nothing was saved"
-        exit_with_error(f"not finite {interval}: {problem}: lower --lr, or set --clip-norm 1")
+        remedy = 'lower --lr, or set --clip-norm 1; or is every "weight" of a step 0?'
+        exit_with_error(f"not finite {interval}: {problem}: {remedy}")
     norms = norms.reshape(-1, run.ranks_per_batch, norms.shape[1])
     same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
     if not same.all():
@@ -1198,8 +1201,7 @@ def read_file(path):
 
 def training_buffers(model):
     """Return the buffers that a training step may read: all but BatchNorm's statistics."""
-    batchnorm = nn.modules.batchnorm._BatchNorm
-    modules = [module for module in model.modules() if not isinstance(module, batchnorm)]
+    modules = [x for x in model.modules() if not isinstance(x, nn.modules.batchnorm._BatchNorm)]
     return [buffer for module in modules for buffer in module.buffers(recurse=False)]
 
 
@@ -1244,16 +1246,26 @@ def load_weights(model, path):
             weights = utils.load_state_dict(path)  # runs no code
         except Exception as error:  # the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
-        for wrapper in ("module.", "_orig_mod.", "module."):  # DDP and torch.compile, either first
-            weights = {k if k in own else k.removeprefix(wrapper): weights[k] for k in weights}
-        matching = {k: x for k, x in weights.items() if k in own and own[k].shape == x.shape}
+        found = [weights]
+        for one in found:  # it grows: a checkpoint has the weights in an inner dictionary
+            found += [x for x in one.values() if isinstance(x, dict)]
+        matching = max((fitting(own, one) for one in found), key=len)
         if not matching:
-            exit_with_error(f"argument --weights: no tensor of {path} fits this model")
+            keys = ", ".join(map(str, [*weights][:8]))
+            exit_with_error(f"argument --weights: nothing in {path} fits this model: it has {keys}")
         missing = ", ".join(model.load_state_dict(matching, strict=False).missing_keys)
         if RANK == 0:
             counts = f"{len(matching)} of {len(own)} tensors"
             log_line(f"loaded {counts} of {path}, not: {missing or 'none'}")
     return model
+
+
+def fitting(own, weights):
+    """Return the tensors of `weights` that fit a state dict by their names and shapes."""
+    wrappers = r"^(module\.|_orig_mod\.)+"  # of DDP and torch.compile
+    tensors = {k: x for k, x in weights.items() if torch.is_tensor(x)}
+    tensors = {k if k in own else re.sub(wrappers, "", k): x for k, x in tensors.items()}
+    return {k: x for k, x in tensors.items() if k in own and own[k].shape == x.shape}
 
 
 # ------------------------------------------------------------------------ signals, hangs, errors
@@ -1548,7 +1560,6 @@ def choose_device(args):
     visible = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]  # ROCm reads the second one first
     if args.cpu:
         os.environ |= dict.fromkeys(visible, "-1")  # or Accelerate's barriers would go to GPUs
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = 0
     if torch.cuda.is_available() and not args.cpu:
         torch.cuda.init()  # before, torch counts GPUs of which a process has one part (MIG)
@@ -1559,18 +1570,19 @@ def choose_device(args):
     if has_driver and not (gpus or are_hidden):
         remedy = "update the driver, or install torch's build for CUDA or ROCm; or add --cpu"
         exit_with_error(f"torch cannot use the GPUs: {remedy}")
-    if 0 < gpus < processes:
-        exit_with_error(f"{processes} processes, {gpus} GPU(s): start one per GPU, or add --cpu")
-    if gpus > processes and LOCAL_RANK == 0:
-        log_line(f"{gpus - processes} of {gpus} GPUs are not used: start one process per GPU")
+    unused = gpus - LOCAL_WORLD_SIZE
+    if unused > 0 and LOCAL_RANK == 0:
+        log_line(f"{unused} of {gpus} GPUs are not used: start one process per GPU")
     if gpus:
-        torch.cuda.set_device(LOCAL_RANK)
+        device = LOCAL_RANK % gpus  # a launcher may show each rank its own GPU alone
+        os.environ["LOCAL_RANK"] = str(device)  # read by Accelerate
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
         # Shapes rarely change: time the algorithms once.
         torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0))
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default
-        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        threads = max(1, len(os.sched_getaffinity(0)) // LOCAL_WORLD_SIZE)
     return gpus, threads
 
 
@@ -1582,6 +1594,10 @@ def join_process_group(args, gpus):
     store.set_timeout(TIMEOUT)
     if of_launcher:  # it keeps the addresses of processes that died before a restart
         store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    if gpus and LOCAL_WORLD_SIZE > 1:
+        if store.add(str(torch.cuda.get_device_properties().uuid), 1) > 1:
+            problem = f"{LOCAL_WORLD_SIZE} processes, {gpus} GPU(s)"
+            exit_with_error(f"{problem}: start one per GPU, or add --cpu")
     must_match = {name: x for name, x in vars(args).items() if name not in PER_MACHINE}
     must_match |= {"versions": VERSIONS, "GPUs": bool(gpus)}
     exit_if_ranks_differ(store, "flags", must_match, "start the same command on all machines")
@@ -1589,6 +1605,8 @@ def join_process_group(args, gpus):
     if WORLD_SIZE > 64:  # connect only ranks that communicate: all would be N x N addresses
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
+    # Otherwise NCCL's own watchdog may abort a run before --hang-timeout.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(TIMEOUT.total_seconds())))
     distributed.set_debug_level_from_env()
     distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
     return store

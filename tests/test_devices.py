@@ -70,6 +70,9 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     assert metrics.sums.device == GPU
     line, ranks, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
     assert line["grad_norm"] == 1 and ranks["norms"].shape == (1, 2)
+    model.requires_grad_(False)  # as a frozen stage of a pipeline
+    _, ranks, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
+    assert ranks["norms"].shape == (1, 2)
     # An evaluation, too.
     run.watcher = SimpleNamespace(agreed_signal=lambda: 0)
     run.exit_on = lambda number: None

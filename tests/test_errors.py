@@ -101,16 +101,32 @@ def test_weights_of_which_nothing_can_be_loaded_are_an_error_and_run_no_code(
     other = {"body.weight": torch.zeros(3, 4)}
     save_file(other, tmp_path / "other.safetensors", metadata={"format": "pt"})
     torch.save({"0.weight": torch.zeros(7, 4)}, tmp_path / "misfit.pt")
-    with pytest.raises(Exit, match=rf"argument --weights: .*{file} (fits|\()"):
+    told = {"misfit.pt": "it has 0.weight", "other.safetensors": "it has body.weight"}
+    with pytest.raises(Exit, match=rf"argument --weights: .*{file} .*{told.get(file, '')}"):
         recipe.load_weights(model(), str(tmp_path / file))
     assert "executed" not in capsys.readouterr().out
 
 
+def test_a_download_that_is_damaged_is_one_line(monkeypatch):
+    def read(*_, **__):
+        raise RuntimeError("File not found or corrupted.")
+
+    monkeypatch.setattr(recipe.torchvision.datasets, "CIFAR10", read)
+    with pytest.raises(Exit, match=r"--data-dir x: File not found or corrupted\.: use --data syn"):
+        recipe.cifar10("x", Accelerator(cpu=True))
+
+
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module."])
-def test_weights_of_a_wrapped_model_load_whole(prefix, tmp_path, capsys):
+@pytest.mark.parametrize("outer", ["", "state_dict", "states.model"])
+def test_weights_of_a_wrapped_model_load_whole_also_from_a_checkpoint(
+    prefix, outer, tmp_path, capsys
+):
     """As DDP and `torch.compile` name them in their state dicts."""
     saved = model().state_dict()
-    torch.save({prefix + name: value for name, value in saved.items()}, tmp_path / "weights.pt")
+    content = {prefix + name: value for name, value in saved.items()}
+    for name in filter(None, reversed(outer.split("."))):
+        content = {"buffers": {}, "optimizer": {"state": {0: torch.ones(3)}}, name: content}
+    torch.save(content, tmp_path / "weights.pt")
     loaded = recipe.load_weights(model(), str(tmp_path / "weights.pt")).state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in loaded.items())
     assert "loaded 4 of 4 tensors" in capsys.readouterr().err

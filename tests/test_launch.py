@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, Exit, load, run
 
 TWO_GPUS = {"device_count": 2, "is_available": True, "init": None}
+TWO_GPUS["get_device_properties"] = SimpleNamespace(uuid="GPU-0")
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def start(monkeypatch):
         of_this_process = {"num_processes": sees, "use_distributed": False}
         told = {}  # all ranks tell what the first one does
         store = SimpleNamespace(set=told.__setitem__, set_timeout=lambda _: None)
+        store.add = lambda key, _: call.ranks_by_gpu.get(key, 1)
         store.get = lambda key: told.get(key, told["flags 0"]).encode()
         store.multi_get = lambda keys: [store.get(key) for key in keys]
         module.distributed = SimpleNamespace(
@@ -52,9 +54,9 @@ def start(monkeypatch):
         module.lock_output_directory = lambda directory: None
         return module.Run(args, precision)
 
-    call.devices = []
+    call.devices, call.ranks_by_gpu = [], {}
     # Set by `choose_device`: monkeypatch undoes it only if it knows of it.
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
@@ -103,11 +105,17 @@ def test_the_users_number_of_threads_is_taken(start, environment, flag, threads)
     assert torch.get_num_threads() == threads
 
 
-def test_more_processes_than_gpus_are_an_error_before_any_collective(start):
-    """Two ranks on one GPU would wait for each other for ever."""
-    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    with pytest.raises(Exit, match=r"2 processes, 1 GPU\(s\): start one per GPU, or add --cpu"):
-        start(environment=environment, **{**TWO_GPUS, "device_count": 1})
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_a_rank_may_see_its_own_gpu_alone_and_not_that_of_another(start, rank):
+    """torchrun --virtual-local-rank and Slurm's --gpus-per-task show each rank one GPU. Accelerate
+    would take the one with the number of the rank."""
+    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": rank}
+    alone = {**TWO_GPUS, "device_count": 1, "environment": environment, "sees": 4}
+    start(**alone)
+    assert start.devices == [0] and os.environ["LOCAL_RANK"] == "0"
+    start.ranks_by_gpu["GPU-0"] = 2
+    with pytest.raises(Exit, match=r"4 processes, 1 GPU\(s\): start one per GPU, or add --cpu"):
+        start(**alone)
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):
@@ -202,18 +210,20 @@ def test_a_slurm_job_is_requeued_only_if_it_was_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"SLURM_NNODES": "2"}, "to-10.0.0.2"),
-        ({"SLURM_NNODES": "2", "SLURM_NODEID": "1"}, "to-10.0.0.1"),
-        ({"SLURM_NNODES": "2", "GLOO_SOCKET_IFNAME": "chosen"}, "chosen"),
-        ({"SLURM_NNODES": "2", "last_node": "nowhere.invalid"}, "none"),
+        ({"SLURM_NNODES": "2"}, "to-10.0.0.2 =to-10.0.0.2"),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "1"}, "to-10.0.0.1 =to-10.0.0.1"),
+        ({"SLURM_NNODES": "2", "GLOO_SOCKET_IFNAME": "chosen"}, "chosen =chosen"),
+        ({"SLURM_NNODES": "2", "NCCL_SOCKET_IFNAME": "ib0"}, "to-10.0.0.2 ib0"),
+        ({"SLURM_NNODES": "2", "last_node": "nowhere.invalid"}, "none none"),
     ],
 )
-def test_a_node_tells_gloo_the_interface_to_the_others(tmp_path, environment, expected):
+def test_a_node_tells_gloo_and_nccl_the_interface_to_the_others(tmp_path, environment, expected):
     """By the route to the first node, or from there to the last: not the loopback interface."""
     (tmp_path / "ip").write_text('#!/bin/sh\n[ "$3" ] && echo "$3 via 10.0.0.9 dev to-$3 src x"\n')
     (tmp_path / "ip").chmod(0o755)
     nodes = {"first_node": "10.0.0.1", "last_node": "10.0.0.2"}
-    tell = '#!/bin/sh\necho "interface: ${GLOO_SOCKET_IFNAME:-none}" | tee said\n'
+    both = "${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none}"
+    tell = f'#!/bin/sh\necho "interface: {both}" | tee said\n'
     process = on_node(tmp_path, tell, **{**nodes, **environment})
     assert process.returncode == 0
     assert (tmp_path / "said").read_text() == f"interface: {expected}\n"

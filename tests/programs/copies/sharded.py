@@ -4,10 +4,11 @@ import itertools
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sharded_cifar import compute_loss
+from sharded_cifar import compute_loss, evaluate
 
-plain_loss = compute_loss
+plain_loss, plain_evaluate = compute_loss, evaluate
 
 
 def weighted_loss(model, batch, args):
@@ -18,6 +19,12 @@ def model_of_five_units(args):
     pairs = itertools.pairwise((768, 64, 48, 32, 16, 10))
     units = [nn.Sequential(nn.Linear(*x), nn.BatchNorm1d(x[1]), nn.Tanh()) for x in pairs]
     return nn.Sequential(nn.Flatten(), *units)
+
+
+def evaluate_and_shard_again(run, model, loader):
+    results = plain_evaluate(run, model, loader)
+    assert {type(x) for x in model.parameters()} == {DTensor}, "the root is not sharded"
+    return results
 
 
 class Masked(nn.Linear):
