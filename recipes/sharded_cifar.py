@@ -632,7 +632,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure d38d54000577: identical in all recipes, edit only above it
+# ================= shared infrastructure 022c7e22dcb6: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1348,7 +1348,7 @@ def fitting(own, weights):
     """Return the tensors of `weights` that fit a state dict by their names and shapes."""
     wrappers = r"^(module\.|_orig_mod\.)+"  # of DDP and torch.compile
     tensors = {k: x for k, x in weights.items() if torch.is_tensor(x)}
-    tensors = {k if k in own else re.sub(wrappers, "", k): x for k, x in tensors.items()}
+    tensors = {k if k in own else re.sub(wrappers, "", str(k)): x for k, x in tensors.items()}
     return {k: x for k, x in tensors.items() if k in own and own[k].shape == x.shape}
 
 
