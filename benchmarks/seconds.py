@@ -7,6 +7,7 @@ Each trains the same tiny BERT on the same 960 texts, 8 per step, with a line ev
 `ours.py` also with a line per step. All run once per round, on one process and on two. A step is
 the mean from step 20 to step 110, without saves and evaluations. Processor time is user and system
 time of a rank with its DataLoaders' workers: it changes less than seconds if other programs run.
+The ratio is that of ms per step to the first script's in the same round, median and range.
 Writes seconds.json and seconds.md to --output-dir.
 """
 
@@ -94,10 +95,14 @@ def main():
                     one = measure(path, processes, line, directory, number)
                     print(f"round {number + 1}: {name} on {processes}:", *(f"{x:.1f}" for x in one))
                     found.setdefault(f"{name} on {processes}", []).append(one)
-    text = f"| | {' | '.join(COLUMNS)} |\n| --- |{' ---: |' * len(COLUMNS)}\n"
+    heads = [*COLUMNS, "ratio"]
+    text = f"| | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}\n"
+    first = {}  # of each number of processes
     for name, rounds in found.items():
         columns = list(zip(*rounds, strict=True))
-        cells = [f"{statistics.median(x):.1f} ({min(x):.1f}-{max(x):.1f})" for x in columns]
+        seconds = first.setdefault(name.split()[-1], columns[0])
+        columns.append([mine / theirs for mine, theirs in zip(columns[0], seconds, strict=True)])
+        cells = [f"{statistics.median(x):.2f} ({min(x):.2f}-{max(x):.2f})" for x in columns]
         text += f"| {name} | {' | '.join(cells)} |\n"
     (directory / "seconds.json").write_text(json.dumps(found, indent=2) + "\n")
     (directory / "seconds.md").write_text(text)

@@ -146,6 +146,7 @@ NEW = "\n\ndef add_flags("  # where an owner's own definitions are
         ("add", ["ema"], "ddp", ("# =====", "# -----"), "has no shared block"),
         ("add", ["ema"], "ddp", ('"""Train ', 'text = """Train '), "has no docstring"),
         ("add", ["ema"], "ddp", ("import argparse", "import argparse,"), "own.py, line "),
+        ("add", ["lora"], "ddp", ('= ["torch', '= [  # ours\n#     "torch'), "script: peft>=0.21"),
         # An example replaces these.
         ("add", [TASK], "ddp", ("\n\ndef build_", "\n\n# Ours:\ndef build_"), "build_model of the"),
         ("add", [TASK], "ddp", (NEW, f"\n\ndef build_model(x):\n    pass\n{NEW}"), "build_model"),
