@@ -34,7 +34,7 @@ OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_r
 OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
 OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
-OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
+OTHERS += "--photos --pictures --text --length --random-source --help --processes "
 OTHERS += "--index-url --standalone --exclude --tuned --chat --enable_jit_checkpoint "
 OTHERS += "--resume_from_checkpoint"
 
