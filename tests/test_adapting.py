@@ -22,7 +22,7 @@ RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 TASKS = [name for name, text in TEXTS.items() if new.TRAIN in text]
 # What each task is composed with, where the recipe can have it.
 ADDED = {
-    "photos": ["ema", "best_weights", "auroc", "activation_checkpointing"],
+    "photos": ["ema", "best_weights", "auroc", "validation", "activation_checkpointing"],
     "language_model": ["second_optimizer", "ema"],
     "fine_tune": ["lora"],
     "embeddings": ["lora"],

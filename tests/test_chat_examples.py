@@ -317,14 +317,13 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     tokens = torch.arange(30)[None]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     before = plain(tokens).logits
-    answers = []
-    for run in train_forked(tmp_path, *runs):
+    runs = train_forked(tmp_path, *runs)
+    for run in runs:
         trained = lora.with_lora(sft.build_model(SimpleNamespace(base=base, base_dtype="bfloat16")))
         weights = load_file(run.directory / "model.safetensors")
         assert {x.dtype for name, x in weights.items() if ".lora_" in name} == {torch.float32}
         trained.load_state_dict(weights, strict=False)
         expected = trained(tokens).logits
-        answers.append(expected)
         adapter = run.directory / "adapter"
         ends = [path / "generation_config.json" for path in (base, run.directory)]
         assert ends[0].read_text() == ends[1].read_text()
@@ -333,12 +332,17 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
         loaded = peft.PeftModel.from_pretrained(frozen, adapter)
         assert torch.equal(loaded(tokens).logits, expected)
+        assert not torch.allclose(expected, before, rtol=0.1)
         # transformers reads the matrices in the base's 16 bits.
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.bfloat16()
         options = {"tokenizer": str(run.directory), "device": "cpu"}
         chat = transformers.pipeline("text-generation", str(adapter), **options).model
-        torch.testing.assert_close(chat(tokens).logits, expected, rtol=0.05, atol=0.05)
-        assert not torch.allclose(expected, before, rtol=0.1)
-    torch.testing.assert_close(*answers, rtol=0.05, atol=0.05)
+        assert torch.equal(chat(tokens).logits, loaded(tokens).logits)
+    # What bf16 rounds away grows with each step: in the fourth one it is a percent of the loss.
+    for name, steps in (("loss", 2), ("grad_norm", 1)):
+        one, other = ([line[name] for line in run.train[:steps]] for run in runs)
+        assert one == pytest.approx(other, rel=torch.finfo(torch.bfloat16).eps)
 
 
 def test_wrong_chats_and_templates_are_one_line(base, tmp_path):

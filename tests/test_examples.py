@@ -10,15 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import make, rates_of
-from conftest import NARROW, ROUNDING_FLOAT32, SMALL, load, train_forked
+from conftest import NARROW, ROUNDING_FLOAT32, SMALL, Exit, load, train_forked
 from lazy import fine_tune, lora, segmentation, sklearn, transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils import flop_counter
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision.datasets import FakeData
 
 import auroc
+import best_weights
 import diffusion
 import distillation
 import ema
@@ -27,6 +29,7 @@ import gan
 import resnet20
 import second_optimizer
 from lib import fine_tuning, order
+from lib.mixed import Mixed
 
 pytestmark = pytest.mark.slow
 # Of the smallest models of transformers.
@@ -353,22 +356,69 @@ def test_two_optimizers_as_one_step_as_each_alone():
 
 
 def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
-    """The training stops after two evaluations without a lower loss. The losses are given: those of
-    a training that gets worse would be other ones on another CPU."""
+    """The training stops after two evaluations without a lower loss of the validation samples. The
+    losses are given: those of a training that gets worse would be other ones on another CPU. The
+    test set is evaluated once, with the last weights."""
     evaluated = 'run.metrics.write("evaluation", evaluate(run, model, test_loader))'
-    losses = '{"test_loss": abs(run.step / run.steps_per_epoch - 3.1)}'
-    given = evaluated.replace("evaluate(run, model, test_loader)", losses)
-    replaced = ("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given)
-    script = make(tmp_path / "mine.py", "ddp", "best_weights", "trace", replaced=replaced)
+    given = evaluated[:-1] + ' | {"validation_loss": abs(run.step / run.steps_per_epoch - 3.1)})'
+    replaced = [("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given), *NARROW]
+    added = "best_weights", "trace", "validation"
+    script = make(tmp_path / "mine.py", "ddp", *added, replaced=replaced)
     flags = [*SMALL, "--batch-size", 64, "--epochs", 9, "--keep", 9]
     (run,) = train_forked(tmp_path, (1, script, flags))
-    losses = [line["test_loss"] for line in run.evaluations]
+    *evaluations, last = run.evaluations
+    losses = [line["validation_loss"] for line in evaluations]
     best = losses.index(min(losses))
     assert 0 < best and len(losses) == best + 3 < 9
-    step = run.evaluations[best]["step"]
+    step = evaluations[best]["step"]
     content = torch.load(run.directory / f"step-{step:08}.pt", weights_only=True)
     weights, expected = load_file(run.directory / "best.safetensors"), content["states"]["model"]
     torch.testing.assert_close(weights, dict(expected), rtol=0, atol=0)
+    lines = [json.dumps({"event": "evaluation", "test_loss": loss}) for loss in (2, 1, None, 3)]
+    assert best_weights.evaluations_since_best("\n".join(lines)) == 2
     events = json.loads((run.directory / "trace-0.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
     assert names == {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"}
+    mine = load(script)
+    model = mine.build_model(SimpleNamespace(model="simple_cnn")).eval()
+    model.load_state_dict(run.weights)
+    images, labels = plain(mine, 64, seed=2).__getitems__(range(64))
+    loss = F.cross_entropy(model(images), labels).item()
+    assert last["test_loss"] == pytest.approx(loss, rel=ROUNDING_FLOAT32)
+    assert "validation_loss" not in last and not any("test_loss" in line for line in evaluations)
+
+
+def plain(mine, samples, seed):
+    """Synthetic images without augmentation."""
+    return mine.ImageTensors(*mine.synthetic_images(samples, seed), torch.device("cpu"))
+
+
+def test_validation_samples_are_of_the_training_set_and_read_as_the_test_set_is(tmp_path):
+    """They are a function of --seed, on whichever process."""
+    mine = load(make(tmp_path / "mine.py", "ddp", "validation"), exits=True)
+    here = SimpleNamespace(device=torch.device("cpu"))
+    splits = []
+    for seed in (0, 0, 1):
+        args = SimpleNamespace(data="synthetic", batch_size=8, seed=seed)
+        run = SimpleNamespace(args=args, samples=[], prepare_data=lambda loaders: loaders)
+        loaders = mine.load_data(args, here)
+        train, validation, test = mine.with_validation(run, loaders)
+        assert test is loaders[1] and run.samples == [64]
+        assert isinstance(train.sampler, RandomSampler) and train.drop_last
+        splits.append((train.dataset.indices, validation.dataset.indices))
+    assert splits[0] == splits[1] != splits[2]
+    trained, chosen = splits[2]
+    assert len(chosen) == 26 and sorted(trained + chosen) == [*range(256)]
+    loaders[0].dataset.set_epoch(1)
+    expected = plain(mine, 256, seed=1).__getitems__(chosen[:8])
+    assert all(map(torch.equal, next(iter(validation)), expected))
+
+    folders = [FakeData(9, transform=name) for name in ("random", "of the test")]
+    folders[0].classes = folders[1].classes = "ab"
+    found = mine.read_as_test(*map(Mixed, folders, (0.8, 0.0)))
+    assert (found.share, found.folder.transform) == (0, "of the test")
+    assert folders[0].transform == "random"
+    with pytest.raises(Exit, match="training and test set are FakeData and list: edit read_as_t"):
+        mine.read_as_test(folders[0], [])
+    with pytest.raises(Exit, match="the training set has an order of its own"):
+        mine.with_validation(run, loaders[::-1])

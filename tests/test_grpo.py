@@ -57,7 +57,7 @@ def test_a_random_number_draws_a_token_as_often_as_it_is_probable():
     numbers = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
     chosen = lib.completions.Draw(numbers, 1.7)(None, scores.expand(count, 7)).argmax(1)
     shares = chosen.bincount(minlength=7) / count
-    torch.testing.assert_close(shares, (scores / 1.7).softmax(0), rtol=0, atol=1.01 / count)
+    torch.testing.assert_close(shares, (scores / 1.7).softmax(0), rtol=0, atol=1.1 / count)
 
 
 def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformers(

@@ -1,6 +1,7 @@
 """What text_to_image computes, and that diffusers loads it. That its copies train the same in every
 way: test_adapting.py."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -50,9 +51,11 @@ def test_images_and_captions_are_encoded_as_their_models_do(base, args):
             tokens = tokenizer(caption, padding="max_length", return_tensors="pt").input_ids
             text = model(tokens)[0]
         scale = vae.config.scaling_factor
-        torch.testing.assert_close(means[i], exact.mean[0] * scale, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(deviations[i], exact.std[0] * scale, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(texts[i], text[0], rtol=1e-4, atol=1e-4)
+        # In float32 the convolutions of a batch round otherwise than those of one image.
+        close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
+        close(means[i], exact.mean[0] * scale)
+        close(deviations[i], exact.std[0] * scale)
+        close(texts[i], text[0])
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])

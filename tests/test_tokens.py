@@ -82,13 +82,14 @@ def test_each_step_is_on_the_mean_over_all_tokens(trained, case):
     update = flat(trained[case].weights, initial)
     exact_update = flat(expected, initial)
     assert exact_update.norm() > 3, "a defect would be less than a rounding error"
-    assert (update - exact_update).norm() / exact_update.norm() < ROUNDING_FLOAT32
+    bound = 10 * ROUNDING_FLOAT32  # the steps follow each other
+    assert (update - exact_update).norm() / exact_update.norm() < bound
     if overflow:  # the schedule waits for a skipped step
         assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1, 1]
         assert [line["loss_scale"] for line in lines] == [1024, 1024, 512, 512, 512]
         return
-    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=ROUNDING_FLOAT32)
-    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=ROUNDING_FLOAT32)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=bound)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=bound)
     if "scaling" in case:
         assert {line["loss_scale"] for line in lines} == {1024}
 
