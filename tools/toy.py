@@ -30,6 +30,11 @@ CHAT_TEMPLATE = (
     "{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ x.content }}",
+    "{% for part in x.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}",
+)
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -166,6 +171,31 @@ def whisper(folder):
     save(folder / "whisper", transformers.WhisperProcessor(extractor, tokenizer), model)
 
 
+def qwen(folder):
+    """A Qwen2.5-VL, whose processor has a chat template."""
+    import transformers
+
+    special = "<|user|> <|assistant|> <|end|> <|vision_start|> <|vision_end|> <|image_pad|>"
+    special += " <|video_pad|>"
+    tokenizer = bpe_tokenizer(special, eos_token="<|end|>", pad_token="<|end|>")
+    numbers = {"vision_start_token_id": 3, "vision_end_token_id": 4}
+    numbers |= {"image_token_id": 5, "video_token_id": 6}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {"vocab_size": 999, "bos_token_id": None, "eos_token_id": 2, **SMALL}
+    text |= {"num_key_value_heads": 4, "rope_parameters": rotary}
+    vision = {"depth": 2, "num_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **numbers)
+    size = {"shortest_edge": 28**2, "longest_edge": 84**2}  # areas
+    processor = transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(size=size),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+        chat_template=IMAGE_CHAT_TEMPLATE,
+    )
+    save(folder / "qwen", processor, transformers.Qwen2_5_VLForConditionalGeneration(config))
+
+
 # ------------------------------------------------------------------------------------------- images
 def stripes(direction):
     """Return a gray image of 80 x 80 with "rows" or "columns"."""
@@ -240,21 +270,44 @@ def masks(folder):
         image.point(lambda value: value // 64).save(folder / f"masks/{index}.png")
 
 
+def draw_shape(path, width=32, height=32):
+    """Save an image of a shape on a background. Return its caption."""
+    colours = "red green blue yellow cyan black white orange".split()
+    shape = random.choice(["ellipse", "rectangle"])
+    front, back = random.sample(colours, 2)
+    x, y = random.sample(range(18), 2)
+    image = Image.new("RGB", (width, height), back)
+    getattr(ImageDraw.Draw(image), shape)((x, y, x + 14, y + 14), fill=front)
+    image.save(path)
+    return f"a {front} {shape} on {back}"
+
+
 def captions(folder):
     """Images of a shape on a background, their captions in JSON lines, and a CLIP."""
     (folder / "captions").mkdir(exist_ok=True)
-    colours = "red green blue yellow cyan black white orange".split()
     rows = []
     for index in range(640):
-        shape = random.choice(["ellipse", "rectangle"])
-        front, back = random.sample(colours, 2)
-        x, y = random.sample(range(18), 2)
-        image = Image.new("RGB", (32, 32), back)
-        getattr(ImageDraw.Draw(image), shape)((x, y, x + 14, y + 14), fill=front)
-        image.save(folder / f"captions/{index}.png")
-        rows.append({"image": f"{index}.png", "caption": f"a {front} {shape} on {back}"})
+        caption = draw_shape(folder / f"captions/{index}.png")
+        rows.append({"image": f"{index}.png", "caption": caption})
     write_json_lines(folder / "captions/captions.jsonl", rows)
     clip(folder)
+
+
+def image_chats(folder):
+    """Conversations with two images, one or none in JSON lines, and a Qwen2.5-VL."""
+    path = folder / "image_chats"
+    path.mkdir(exist_ok=True)
+    rows = []
+    for number in range(400):
+        names = [f"{number}-{index}.png" for index in range(number % 3)]
+        seen = [draw_shape(path / x, *random.choices(range(32, 85), k=2)) for x in names]
+        text = {"type": "text", "text": "What is here?"}
+        asked = [*({"type": "image", "path": name} for name in names), text]
+        said = " and ".join(seen) or "Nothing"
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        rows.append({"messages": messages})
+    write_json_lines(path / "chats.jsonl", rows)
+    qwen(folder)
 
 
 def painter(folder):
@@ -440,7 +493,7 @@ def table(folder, rows=20000):
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "table.parquet")
 
 
-ALL = photos, rare, shards, boxes, masks, captions, painter
+ALL = photos, rare, shards, boxes, masks, captions, image_chats, painter
 ALL += text, chats, preferences, prompts, pairs, queries, labels, lines, entities, translations
 ALL += speech, recognizers, table
 KINDS = {kind.__name__: kind for kind in ALL}

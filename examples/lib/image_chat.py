@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations with images, by the chat template of a pretrained model's processor."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import AutoProcessor
+
+from ddp_cifar import exit_with_error
+from lib.chat import Chat, answers_in, chat_tokenizer, tokens_in
+from lib.images import read_image, stored_size
+
+PLACE = "<image>"  # of an image in a text, if "images" beside the messages has its name
+IMAGE = {"type": "image"}
+
+
+def chat_processor(args, accelerator):
+    """Return the processor of --base. Save it beside what is trained."""
+    processor = chat_tokenizer(args, accelerator, AutoProcessor)
+    if not hasattr(processor, "image_token"):
+        exit_with_error(f"--base {args.base}: its processor has no token for an image in a text")
+    processor.tokenizer.chat_template = processor.chat_template
+    return processor
+
+
+def name_of(image):
+    """Return the file of an image in any form that data sets have, or None if it has no name."""
+    if isinstance(image, dict):
+        keys = ("image", "path", "url", "image_url")
+        return name_of(next((image[key] for key in keys if image.get(key)), None))
+    return image and image.removeprefix("file://")
+
+
+def parts_of(content, has_places, names):
+    """Return the content of a message as a list of texts and images. Add the file of each image to
+    `names`, or None. If it `has_places`, each <image> in a text is an image."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    parts = []
+    for part in content or []:
+        if part["type"] == "text":
+            pieces = re.split(f"({PLACE})", part["text"]) if has_places else [part["text"]]
+            texts = [{"type": "text", "text": piece} for piece in pieces if piece]
+            parts += [IMAGE if x["text"] == PLACE and has_places else x for x in texts]
+            names += [None] * (len(pieces) // 2)
+        elif part["type"] in ("image", "image_url"):
+            parts.append(IMAGE)
+            names.append(name_of(part))
+        else:
+            raise ValueError(f"a part of a message is of type {part['type']}, not text or image")
+    return parts
+
+
+def with_images(line):
+    """Return the messages of a line, with contents that are lists of texts and images, and the
+    files of these images in their order. They are named in the messages or beside them, by
+    "images". If there they have no place, it is before the first message of the user."""
+    beside = [name_of(image) for image in line.get("images") or []]
+    names = []
+    messages = [
+        {**message, "content": parts_of(message.get("content"), bool(beside), names)}
+        for message in line["messages"]
+    ]
+    if not names:
+        users = (message for message in messages if message["role"] == "user")
+        next(users, messages[0])["content"][:0] = [IMAGE] * len(beside)
+        names = [None] * len(beside)
+    named = [name for name in [*names, *beside] if name]
+    if len(named) != len(names):
+        raise ValueError(f"{len(named)} images have a name, {len(names)} a place in the messages")
+    return messages, named
+
+
+class ImageChat(Chat):
+    """A conversation with images, whose samples are texts and the spans of their answers: its
+    processor makes the tokens together with the pixels."""
+
+    def __init__(self, tokenizer, messages, tools):
+        super().__init__(tokenizer, [], tools)
+        self.messages = messages
+
+    def sample(self, text, spans):
+        return text, spans
+
+
+def line_numbers(path):
+    """Yield the numbers of the lines that are not blank."""
+    with open(path, "rb") as file:
+        yield from (number for number, line in enumerate(file, 1) if line.strip())
+
+
+@cache
+def tokens_of_image(processor, size):
+    """Return the number of tokens for an image of this (width, height)."""
+    text, image = processor.image_token, Image.new("RGB", size)
+    return len(processor(text=[text], images=[[image]], add_special_tokens=False)["input_ids"][0])
+
+
+def samples_of(processor, line, named, args):
+    """Return the samples of a line of --chats, which is called `named` if an image cannot be read:
+    (text, [(begin, end) of an answer in it], [path of an image], name, number of tokens)."""
+    messages, names = with_images(line)
+    paths = [Path(args.chats).parent / name for name in names]
+    chat = ImageChat(processor.tokenizer, messages, line.get("tools"))
+    found = chat.samples(answers_in(messages))
+    if (places := chat.text().count(processor.image_token)) != len(paths):
+        raise ValueError(f"the chat template writes {places} images, not {len(paths)}")
+    try:
+        sizes = [stored_size(path) for path in paths]
+    except OSError as error:
+        raise ValueError(str(error)) from None
+    samples = []
+    for text, spans in found:
+        own = text.count(processor.image_token)  # it may end before the last images
+        tokens = len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens += sum(tokens_of_image(processor, size) - 1 for size in sizes[:own])
+        if tokens > args.length:
+            raise ValueError(f"it has {tokens} tokens, with those of images: more than --length")
+        samples.append((text, spans, paths[:own], named, tokens))
+    return samples
+
+
+class ImageChats(Dataset):
+    """Texts, the spans of their answers, and their images."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        text, spans, paths, named, _ = self.samples[index]
+        try:
+            return text, spans, [read_image(path) for path in paths]
+        except OSError as error:
+            raise OSError(f"{named}: {error}") from None
+
+
+def pad_image_chats(processor, samples):
+    """Return what the processor makes of B samples, and "targets", (B, longest) int64: of each
+    token the next one, if that is of an answer, or else -100.
+
+    Without images there is one more text, of a blank one, which has no targets: on all ranks each
+    batch passes the same layers, as DDP and FSDP need."""
+    texts, spans, images = (list(values) for values in zip(*samples, strict=True))
+    if not any(images):
+        texts.append(processor.image_token)
+        images.append([Image.new("RGB", (32, 32))])
+    options = {"padding": True, "padding_side": "right", "return_offsets_mapping": True}
+    # As in the processor's apply_chat_template.
+    begin = processor.tokenizer.bos_token
+    options["add_special_tokens"] = not (begin and texts[0].startswith(begin))
+    options["return_text_replacement_offsets"] = True
+    inputs = processor(text=texts, images=images, **options)
+    offsets = inputs.pop("offset_mapping")[: len(spans)]
+    places = inputs.pop("text_replacement_offsets")[: len(spans)]
+    inputs.convert_to_tensors("pt")
+    rows = zip(inputs["input_ids"], offsets, spans, places, strict=False)
+    return {**inputs, "targets": torch.stack([targets_of(*row) for row in rows])}
+
+
+def targets_of(tokens, offsets, spans, places):
+    """Return the targets of N tokens: (N,) int64. `spans` are of the text before its `places` of
+    images were replaced by more text, which moves what is behind them."""
+
+    def moved(index):
+        before = [place for place in places if place["span"][1] <= index]
+        return index + (before[-1]["new_span"][1] - before[-1]["span"][1] if before else 0)
+
+    own = tokens_in(offsets, [(moved(begin), moved(end)) for begin, end in spans])
+    own &= ~tokens_in(offsets, [place["new_span"] for place in places])
+    return F.pad(tokens.where(own, -100)[1:], (0, 1), value=-100)
