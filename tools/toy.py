@@ -30,6 +30,11 @@ CHAT_TEMPLATE = (
     "{% for x in messages %}<|{{ x.role }}|>{{ x.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+IMAGE_CHAT_TEMPLATE = (
+    "{% for x in messages %}<|{{ x.role }}|>{% for part in x.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% else %}<|image_pad|>{% endif %}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -164,6 +169,29 @@ def whisper(folder):
         **ends,
     )
     save(folder / "whisper", transformers.WhisperProcessor(extractor, tokenizer), model)
+
+
+def qwen(folder):
+    """A Qwen2.5-VL, whose processor has a chat template."""
+    import transformers
+
+    special = "<|user|> <|assistant|> <|end|> <|image_pad|> <|video_pad|>"
+    tokenizer = bpe_tokenizer(special, eos_token="<|end|>", pad_token="<|end|>")
+    numbers = {"image_token_id": 3, "video_token_id": 4}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {"vocab_size": 999, "bos_token_id": None, "eos_token_id": 2, **SMALL}
+    text |= {"num_key_value_heads": 4, "rope_parameters": rotary}
+    vision = {"depth": 2, "num_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **numbers)
+    size = {"shortest_edge": 28**2, "longest_edge": 84**2}  # areas
+    processor = transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(size=size),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+        chat_template=IMAGE_CHAT_TEMPLATE,
+    )
+    save(folder / "qwen", processor, transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
 # ------------------------------------------------------------------------------------------- images

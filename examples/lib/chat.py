@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import cached_file
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ddp_cifar import RANK, exit_with_error, log_line
 from lib.json_lines import read_lines
@@ -28,9 +29,10 @@ def add_chat_flags(parser):
     parser.set_defaults(clip_norm=1.0)
 
 
-def chat_tokenizer(args, accelerator):
-    """Return the tokenizer of --base, with its chat template. Save it beside what is trained."""
-    tokenizer = AutoTokenizer.from_pretrained(args.base)
+def chat_tokenizer(args, accelerator, kind=AutoTokenizer):
+    """Return the tokenizer of --base, or its processor, if that is the `kind`, with its chat
+    template. Save it beside what is trained."""
+    tokenizer = kind.from_pretrained(args.base)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
     if not tokenizer.chat_template:
@@ -112,9 +114,9 @@ class Chat:
 
     def samples(self, answers):
         """Return the samples with these answers."""
-        if self.marks:
-            return [self.marked_sample(answers[0])]
         whole = self.text()
+        if self.marks:
+            return [self.sample(whole, self.marked_spans(answers[0]))]
         found = [self.answer(index) for index in answers]
         if all(whole.startswith(text) for text, _ in found):
             return [self.sample(whole, [(begin, len(text)) for text, begin in found])]
@@ -123,25 +125,40 @@ class Chat:
     def sample(self, text, spans):
         """Return the tokens of a text, and those of these (begin, end) as targets: (N, 2) int32."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        begins = torch.tensor(encoded["offset_mapping"])[:, 0]
-        own = [(begin <= begins) & (begins < end) for begin, end in spans]
-        return shifted(encoded["input_ids"], torch.stack(own).any(0))
-
-    def marked_sample(self, first):
-        """Return the same with the targets that the template marks, from an answer on."""
-        options = {**self.options, "return_dict": True, "return_assistant_tokens_mask": True}
-        options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
-        encoded = self.tokenizer.apply_chat_template(self.messages, **options)
-        begins = torch.tensor(encoded["offset_mapping"])[:, 0]
-        begin = in_common(self.text(first, prompt=True), self.text())
-        own = torch.tensor(encoded["assistant_masks"]).bool() & (begin <= begins)
+        own = tokens_in(encoded["offset_mapping"], spans)
         return shifted(encoded["input_ids"], own)
+
+    def marked_spans(self, first):
+        """Return the (begin, end) in the whole text that the template marks, from an answer on."""
+        options = {**self.tokenizer.special_tokens_map, **self.options}
+        options["return_assistant_tokens_mask"] = True
+        _, [marked] = render_jinja_template([self.messages], **options)
+        least = in_common(self.text(first, prompt=True), self.text())
+        return [(max(begin, least), end) for begin, end in marked if end > least]
+
+
+def tokens_in(offsets, spans):
+    """Return which tokens lie in one of these (begin, end), if only in part: (N,) bool."""
+    begins, ends = torch.tensor(offsets).T
+    inside = [(begins < end) & (begin < ends) for begin, end in spans]
+    return torch.stack([begins < 0, *inside]).any(0)
 
 
 def shifted(tokens, own):
     """Return tokens, and the next one of each if that is its `own`, or else -100: (N, 2) int32."""
     tokens = torch.tensor(tokens)
     return torch.stack([tokens[:-1], tokens.where(own, -100)[1:]], dim=1).int()
+
+
+def answers_in(messages, first=0):
+    """Return the indices of the assistant's messages, from message `first` on."""
+    roles = [message["role"] for message in messages]
+    answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
+    if not answers:
+        raise ValueError(f"no message has the role assistant, but {', '.join(roles[first:])}")
+    if answers[0] == 0:
+        raise ValueError("nothing comes before the answer")
+    return answers
 
 
 def samples_of(tokenizer, messages, args, tools=None, first=0):
@@ -153,13 +170,7 @@ def samples_of(tokenizer, messages, args, tools=None, first=0):
     changes it, such as where the reasoning of earlier turns is left out, each answer is a sample of
     its own, with the turns before it: as the model is used."""
     chat = Chat(tokenizer, messages, tools)
-    roles = [message["role"] for message in messages]
-    answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
-    if not answers:
-        raise ValueError(f"no message has the role assistant, but {', '.join(roles[first:])}")
-    if answers[0] == 0:
-        raise ValueError("nothing comes before the answer")
-    cut = [sample[: args.length] for sample in chat.samples(answers)]
+    cut = [sample[: args.length] for sample in chat.samples(answers_in(messages, first))]
     return [sample for sample in cut if (sample[:, 1] != -100).any()]
 
 
