@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of, token_losses
 from lib.fine_tuning import make_optimizer
 from lib.order import Ordered, by_length
+from lib.token_losses import with_token_losses
 
 
 def add_flags(parser):
@@ -66,8 +67,9 @@ def build_model(args):
     and no weights."""
     dtype = getattr(torch, args.base_dtype)
     if torch.empty(0).is_meta:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.base), dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).train()
+        config = AutoConfig.from_pretrained(args.base)
+        return with_token_losses(AutoModelForCausalLM.from_config(config, dtype=dtype))
+    return with_token_losses(AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).train())
 
 
 def compute_loss(model, batch, args):

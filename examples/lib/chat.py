@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -182,6 +181,4 @@ def pad_chats(samples):
 def token_losses(model, samples):
     """Return the loss of each target in float32: (B, N, 2) in, (B, N) out, with 0 at -100."""
     tokens, targets = samples.unbind(-1)
-    logits = model(tokens.clamp(min=0), use_cache=False).logits.float()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets)
+    return model(tokens.clamp(min=0), targets=targets, use_cache=False)
