@@ -57,29 +57,29 @@ def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
     flags, processes = GOOD[recipe]
     code, output, runs = checked(recipe, flags=flags)
     assert code == 0 and "Known causes" not in output, output
-    reference, yardstick, *more, half, killed = runs.values()
+    reference, perturbed, *more, half, killed = runs.values()
     assert [x["processes"] for x in runs.values()] == processes
-    assert {x["against"] for x in (yardstick, *more, half)} == {reference["name"]}
+    assert {x["against"] for x in (perturbed, *more, half)} == {reference["name"]}
     assert half["verdict"] == "reported" and f"{half['name']}: {half['remark']}\n" in output
     assert {x["verdict"] for x in more} <= {"the same", "bit for bit"}
     assert killed["verdict"] == "bit for bit" and killed["against"] == more[0]["name"]
     twice = ["step-00000001"] if "--kills" in flags else []
     assert killed["tasks"] == [*twice, "step-00000002", "train"]
-    for way in (yardstick, *more, killed):
+    for way in (perturbed, *more, killed):
         found = {(x["metric"], x["step"]): x["difference"] for x in way["differences"]}
         names = ("loss", "accuracy", "noise", "grad_norm", "learning_rate")
         assert found.keys() >= {(name, step) for name in names for step in range(1, STEPS + 1)}
         assert found.keys() >= {(x, STEPS) for x in ("test_loss", "test_noise", "1.0.weight")}
-        if way in (yardstick, killed):
-            assert (found["1.0.weight", STEPS] > 1e-6) == (way is yardstick)
+        if way in (perturbed, killed):
+            assert (found["1.0.weight", STEPS] > 1e-6) == (way is perturbed)
 
 
 @pytest.mark.slow
 def test_where_rounding_decides_a_lower_rate_tells_more(checked):
     code, output, runs = checked("ddp", build_model="Recurrent", flags=["--lr", "8"])
     assert code == 0 and runs["2 processes"]["verdict"] == "the same", output
-    assert re.search(r"^yardstick: judges [1-4] of 5 steps$", output, re.MULTILINE), output
-    assert "yardstick: judges 5 of 5 steps" in output
+    assert re.search(r"^perturbed: judges [1-4] of 5 steps$", output, re.MULTILINE), output
+    assert "perturbed: judges 5 of 5 steps" in output
     assert runs["1 process"]["flags"][-2:] in (["--lr", 0.8], ["--lr", 0.008])
 
 
@@ -122,8 +122,8 @@ def test_a_mistake_is_found_in_the_first_step(what, checked):
 @pytest.mark.slow
 def test_two_equal_runs_have_to_be_the_same(checked):
     code, output, runs = checked("ddp", compute_loss="loss_by_clock")
-    assert code == 1 and [*runs] == ["1 process", "yardstick"], output
-    assert "yardstick: differs at step 1: loss " in output and ", in two equal runs\n" in output
+    assert code == 1 and [*runs] == ["1 process", "perturbed"], output
+    assert "perturbed: differs at step 1: loss " in output and ", in two equal runs\n" in output
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_o
         assert run["verdict"] == ("differs at step 1" if names is None else "bit for bit")
 
 
-def test_a_bound_is_ten_times_the_yardsticks_difference_up_to_the_next_step():
+def test_a_bound_is_ten_times_the_perturbeds_difference_up_to_the_next_step():
     """Two opposite jumps of an accuracy may leave the rounding of a quotient."""
     found = [(1, "loss", 0), (1, "accuracy", 0), (1, "near 0", 0.5)]
     found += [(2, "loss", 1e-5), (2, "accuracy", 8e-11), (2, "near 0", 0.3)]
@@ -245,7 +245,7 @@ def test_a_bound_is_ten_times_the_yardsticks_difference_up_to_the_next_step():
 
 
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
-    listed = (ROOT / "docs/adapting.md").read_text()
+    listed = (ROOT / "docs/check.md").read_text()
     rows = re.findall(r'^- .*: (?:below|\[.*\]\((.*)\)), "(.*)"$', listed, re.MULTILINE)
     assert len(rows) == 7
     for page, row in rows:

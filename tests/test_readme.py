@@ -25,7 +25,7 @@ NAMES = ["README.md", "CONTRIBUTING.md"]
 NAMES += [
     f"docs/{name}.md" for name in ("running", "failures", "clusters", "adapting", "data", "porting")
 ]
-NAMES += ["docs/compared.md", "CHANGELOG.md"]
+NAMES += ["docs/check.md", "docs/compared.md", "CHANGELOG.md"]
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 MEASUREMENTS = (ROOT / "benchmarks/README.md").read_text()
 README, CONTRIBUTING, RUNNING, FAILURES, CLUSTERS, ADAPTING, *_ = PAGES.values()

@@ -8,7 +8,7 @@ Other flags are the copy's. It trains 12 steps, or if an epoch has 12 to 48 step
 these (--max-steps), with one size of microbatches: on one process, on two, on all GPUs, and on two
 that SIGKILL ends in mid-epoch before a rerun resumes; a pipeline on two and four. All metrics of
 all steps and the final weights have to be the same, after the kill bit for bit (CPU). On another
-number of processes rounding differs, and training amplifies it. A yardstick measures how much: the
+number of processes rounding differs, and training amplifies it. A perturbed run measures how much: the
 first run, with weights changed by 1e-5 of their values before the first update. Bounds are ten
 times its differences. One above 1% tells nothing: that number is not judged, and from the step on
 in which it is the loss or grad_norm, no number is. Then the learning rate is lowered, to a tenth
@@ -41,8 +41,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-CHANGE = 1e-5  # of the yardstick's weights; a difference that is always allowed
-MARGIN = 10  # rounding moves a number by a hundredth of what the yardstick does, or as much
+CHANGE = 1e-5  # of the weights of the perturbed run; a difference that is always allowed
+MARGIN = 10  # rounding moves a number by a hundredth of what that does, or as much
 LIMIT = 0.01  # other trainings of the same model meet a larger bound
 UNMOVED = torch.finfo(torch.float32).eps  # what rounding of a mean may do, such as of an accuracy
 DECISIVE = ("loss", "grad_norm")
@@ -70,7 +70,7 @@ BY_RANK += "depend on RANK or WORLD_SIZE, or the loss depends on the microbatche
 DIVIDED = "depends on how the batch is divided (BatchNorm, dropout, negatives within a microbatch, "
 DIVIDED += "a sum in place of a mean): no failure"
 SLOW = ": if it is slow and does not hang, add --hang-timeout SECONDS"
-CAUSES = "Known causes and their remedies: docs/adapting.md, make check"
+CAUSES = "Known causes and their remedies: docs/check.md"
 
 
 def run_copy(task, copy, *flags):
@@ -202,12 +202,12 @@ def bounds_of(differences):
 
 
 class Check:
-    """The runs of a copy: the reference, its yardstick, the others."""
+    """The runs of a copy: the reference, the perturbed one, the others."""
 
     def __init__(self, args, directory, console):
         self.args, self.directory, self.console = args, directory, console
         self.runs, self.values = [], {}
-        self.bounds = defaultdict(float)  # without a yardstick: bit for bit
+        self.bounds = defaultdict(float)  # without a perturbed run: bit for bit
 
     def add(self, name, against="", bounds=None, **given):
         """Train in one way, compare, and return the run."""
@@ -222,7 +222,7 @@ class Check:
             same = run["processes"] == first or run["tasks"][1:]  # as the one it is compared with
             left_out = () if same else BATCHNORM
             compare(run, self.values[name], self.values[against], bounds, left_out)
-        if name == "yardstick" and not run["reason"]:
+        if name == "perturbed" and not run["reason"]:
             run |= {"verdict": "", "undecided": ""}  # it is the measure
         else:
             self.console.print(f"{name}: {run['verdict'] or 'done'}")
@@ -234,7 +234,7 @@ class Check:
         first, *more = self.args.processes
         name = f"{first} process{'es' * (first > 1)}"
         compared = more or self.args.also or self.args.gpus
-        if not self.add_reference(name) or (compared and not self.add_yardstick(name)):
+        if not self.add_reference(name) or (compared and not self.add_perturbed(name)):
             return self.runs
         for number in more:
             self.add(f"{number} processes", name, self.bounds, processes=number)
@@ -285,7 +285,7 @@ class Check:
         if run["reason"]:
             run |= {"remark": f"{run['reason']}: {DIVIDED}", "reason": "", "verdict": "reported"}
 
-    def add_yardstick(self, name):
+    def add_perturbed(self, name):
         """Set the bounds. If they judge some of the steps only, begin again at a lower learning
         rate. Return whether they can be set."""
         summary = json.loads((self.directory / name / "summary.json").read_text())
@@ -299,13 +299,13 @@ class Check:
                 self.runs.clear()
                 if self.add(name)["reason"]:
                     return False
-            yardstick = self.add("yardstick", name, unchanged, tasks=["change"])
-            if yardstick["reason"]:
-                yardstick["reason"] += ", in two equal runs"
+            perturbed = self.add("perturbed", name, unchanged, tasks=["change"])
+            if perturbed["reason"]:
+                perturbed["reason"] += ", in two equal runs"
                 return False
-            self.bounds, last = bounds_of(yardstick["differences"])
+            self.bounds, last = bounds_of(perturbed["differences"])
             judged = min(last, summary["steps"])
-            self.console.print(f"yardstick: judges {judged} of {summary['steps']} steps")
+            self.console.print(f"perturbed: judges {judged} of {summary['steps']} steps")
             if judged == summary["steps"]:
                 break
         return True
@@ -380,7 +380,7 @@ def main():
     content = machine.describe(args.gpus) | {"gpus": args.gpus}
     content |= {"runs": (runs := Check(args, directory, console).all())}
     table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
-    for run in (run for run in runs[1:] if run["name"] != "yardstick"):
+    for run in (run for run in runs[1:] if run["name"] != "perturbed"):
         judged = [x for x in run["differences"] if x["bound"] < NO_BOUND]
         worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or CHANGE), default=None)
         found = worst and "{difference:.1g} of {bound:.1g}, {metric}, step {step}".format(**worst)

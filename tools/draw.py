@@ -69,7 +69,7 @@ def draw_check(figure, results):
             continue
         losses = {x["step"]: x["values"][0] for x in lines}
         sizes = [x["difference"] for x in lines]
-        dashes = "--" if run["name"] == "yardstick" else "-"
+        dashes = "--" if run["name"] == "perturbed" else "-"
         [line] = below.plot(list(losses), sizes, dashes, linewidth=1)
         ends.append((sizes[-1], run["name"], line.get_color()))
         kills = [int(task.removeprefix("step-")) + 1 for task in run["tasks"][:-1]]
