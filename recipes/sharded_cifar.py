@@ -32,7 +32,7 @@ import threading
 import time
 import traceback
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from datetime import timedelta
@@ -314,8 +314,8 @@ def shard(model, args, mesh):
         options["param_dtype_override_fn"] = lambda p: p.dtype if p in in_fp32 else None
         norms = set()
     units = shard_units(model)
-    inside = Counter(module for unit in units for module in unit.modules())
-    if shared := [name for name, module in model.named_modules() if inside[module] > 1]:
+    inside = [module for unit in units for module in unit.modules()]
+    if shared := [name for name, module in model.named_modules() if inside.count(module) > 1]:
         remedy = "make one unit of all that use it, or leave it to the root"
         exit_with_error(f"shard_units: {shared[0]} is in more than one unit: {remedy}")
     for unit in units:
