@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
-from lib.images import read_image
+from lib.images import is_image, log_left_out, read_image
 
 
 def add_flags(parser):
@@ -36,11 +36,12 @@ def photo_folders(args):
     normalize = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)]
     transform = v2.Compose([v2.ToImage(), *augment, *normalize])
     test_transform = v2.Compose([v2.ToImage(), *resize, *normalize])
-    reader = {"loader": read_image}
+    reader = {"loader": read_image, "is_valid_file": is_image}
     train_set = torchvision.datasets.ImageFolder(f"{args.photos}/train", transform, **reader)
     test_set = torchvision.datasets.ImageFolder(f"{args.photos}/test", test_transform, **reader)
     if train_set.classes != test_set.classes:  # the same label would be another class
         exit_with_error(f"--photos {args.photos}: train/ and test/ have other folders")
+    log_left_out(args.photos, [path for path, _ in (*train_set.samples, *test_set.samples)])
     return train_set, test_set
 
 

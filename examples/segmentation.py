@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
 from language_model import make_optimizer
-from lib.images import read_image, read_pixels
+from lib.images import log_left_out, read_image, read_pixels
 
 
 def add_flags(parser):
@@ -42,6 +42,7 @@ class Masks(Dataset):
         self.paths = paths
         self.classes = classes
         self.transform = v2.Compose(transforms)
+        self.palette = read_mask(paths[0]).getpalette()
 
     def __len__(self):
         return len(self.paths)
@@ -52,6 +53,8 @@ class Masks(Dataset):
         if mask.size != image.size:
             raise OSError(f"{path}: its mask has {mask.size} pixels, not {image.size}")
         highest = highest_class(mask)
+        if differ(mask.getpalette(), self.palette):
+            raise OSError(f"{path}: its mask has other colours than the first one's: same classes?")
         if highest >= self.classes:
             raise OSError(f"{path}: its mask has class {highest}: set --classes {highest + 1}")
         image, mask = tv_tensors.Image(image), tv_tensors.Mask(mask)
@@ -64,7 +67,12 @@ def read_mask(path):
     mask = read_pixels(path.with_suffix(".png"))
     if mask.mode not in ("1", "L", "P"):
         raise OSError(f"{path}: its mask has pixels of type {mask.mode}: save one number for each")
-    return mask
+    return mask.convert("L").point(lambda x: x // 255) if mask.mode == "1" else mask
+
+
+def differ(one, other):
+    """Return whether a number has two colours in two palettes. Either may be None, or end early."""
+    return any(x != y for x, y in zip(one or [], other or [], strict=False))
 
 
 def highest_class(mask):
@@ -74,7 +82,9 @@ def highest_class(mask):
 
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, masks) for training and test."""
-    paths = sorted(Path(args.images).glob("*.jpg"))
+    files = sorted(Path(args.images).glob("*"))
+    paths = [path for path in files if path.suffix.lower() in (".jpg", ".jpeg")]
+    log_left_out(args.images, [*paths, *(path.with_suffix(".png") for path in paths)])
     if not paths:
         exit_with_error(f"argument --images: {args.images} has no .jpg files")
     if not any(highest_class(read_mask(path)) for path in paths):  # the first one is enough

@@ -50,7 +50,9 @@ def column_names(args):
         schema = open_csv(args.table).schema if is_csv else read_schema(args.table)
     except (OSError, pyarrow.ArrowInvalid) as error:
         exit_with_error(f"--table {args.table}: {error}")
-    names, types = schema.names, pyarrow.types
+    # Not the index, which pandas writes as a column.
+    schema = [x for x in schema if x.name not in ("", "Unnamed: 0", "__index_level_0__")]
+    names, types = [x.name for x in schema], pyarrow.types
     if args.target not in names:
         exit_with_error(f"--target {args.target}: {args.table} has {', '.join(names)}")
     numeric = types.is_integer, types.is_floating, types.is_decimal, types.is_boolean

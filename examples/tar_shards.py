@@ -37,7 +37,7 @@ def open_shards(folder, accelerator, decode):
     paths = sorted(Path(folder).glob("*.tar"))
     if not paths:
         exit_with_error(f"--shards: {folder} has no .tar files")
-    shards = [[path.name, path.stat().st_size] for path in paths]
+    shards = [[x.name, x.stat().st_size, x.stat().st_mtime_ns] for x in paths]
     file = Path(folder, "index.pt")
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         if not file.exists() or torch.load(file, mmap=True)["shards"] != shards:

@@ -318,6 +318,8 @@ def test_wrong_lists_and_wav_files(errors, tmp_path):
     samples = numpy.zeros((160, 1))
     write_wav(tmp_path / "good.wav", samples)
     write_wav(tmp_path / "rate.wav", samples, rate=8000)
+    write_wav(tmp_path / "none.wav", samples[:0])
+    (tmp_path / "cut.wav").write_bytes((tmp_path / "good.wav").read_bytes()[:200])
     write_wav(tmp_path / "width.wav", samples, width=4)
     (tmp_path / "text.wav").write_text("no sound")
     (tmp_path / "empty.wav").write_text("")
@@ -329,6 +331,8 @@ def test_wrong_lists_and_wav_files(errors, tmp_path):
         "width.wav\tab": "width.wav is not a wav file of 16 bits and 16000 Hz, (32, 16000)",
         "text.wav\tab": "16000 Hz, file does not start with RIFF id",
         "empty.wav\tab": "16000 Hz, empty",
+        "none.wav\tab": "16000 Hz, cut or empty: 0 bytes",
+        "cut.wav\tab": "16000 Hz, cut or empty: 320 bytes",
     }
     for line, error in cases.items():
         path.write_text(f"good.wav\tba\n{line}\n")
@@ -352,6 +356,18 @@ def test_wrong_files_of_coco(errors, tmp_path):
         ),
         ({"annotations": [{**one, "image_id": 2}]}, "image_id 2, which is no image's"),
         ({"annotations": [one, {**one, "bbox": []}]}, "COCO's format in annotation 2: IndexError"),
+        *(
+            ({"annotations": [one, {**one, "area": 1, "bbox": box}]}, f"annotation 2: {error}")
+            for box, error in {
+                (None, 1, 2, 3): "TypeError",
+                ("1", "2", "3", "4"): "TypeError",
+                (math.nan, 1, 2, 3): "ValueError",
+                (1, 1, -2, 3): "ValueError",
+                (-9, 1, 2, 3): "ValueError",
+            }.items()
+        ),
+        ({"annotations": [{**one, "bbox": [0.1, 0.2, 0.5, 0.6]}]}, "write them in pixels"),
+        ({"images": [{"id": 1}, {"id": 1}]}, "two images have one id"),
         ({}, f"{tmp_path}/a.png is missing (1 files in all)"),
     ]
     for content, error in cases:

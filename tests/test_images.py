@@ -1,6 +1,7 @@
 """Image files in each example that reads some: as they were meant, or an error with their name."""
 
 import json
+import tarfile
 from types import SimpleNamespace
 
 import numpy
@@ -67,6 +68,52 @@ def test_a_photo_is_turned_as_its_camera_says(read, tmp_path):
         Image.fromarray(image).save(path, lossless=True, exif=exif)
         found.append(read(path))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_transparent_is_white(read, tmp_path):
+    pixels = numpy.zeros((12, 8, 4), dtype="uint8")
+    pixels[:, :4, 3] = 255  # black, and black on nothing
+    Image.fromarray(pixels).save(tmp_path / "a.webp", lossless=True)
+    found = read(tmp_path / "a.webp").float()
+    assert found[..., -1].min() > found[..., 0].max()
+
+
+def test_images_of_any_ending_are_read_and_other_files_are_counted(tmp_path, capsys):
+    for part in ("train", "test"):
+        folder = tmp_path / part / "only"
+        folder.mkdir(parents=True)
+        for name in ("a.GIF", "b.jfif", "c.AVIF", "d.png"):
+            kind = {"jfif": "JPEG"}.get(name[2:], name[2:].upper())
+            Image.fromarray(picture()).save(folder / name, kind)
+        (folder / "e.heic").touch()
+    train, _ = photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8))
+    assert len(train) == 4
+    assert "2 files are left out, such as" in capsys.readouterr().err
+
+
+def test_masks_of_one_bit_are_classes_and_palettes_that_differ_are_an_error(tmp_path):
+    paths = [tmp_path / f"{name}.jpg" for name in "abc"]
+    for index, path in enumerate(paths):
+        Image.fromarray(picture()).save(path)
+        mask = Image.fromarray(picture()[:, :, 0] % 2)
+        mask.putpalette([0, 0, 0, 9 * (index > 1), 0, 0])
+        mask.save(path.with_suffix(".png"))
+    masks = segmentation.Masks(paths, 4, Identity())
+    assert masks[1][1].unique().tolist() == [0, 1]
+    with pytest.raises(OSError, match=r"c\.jpg: its mask has other colours than the first"):
+        masks[2]
+    Image.fromarray(picture()[:, :, 0] > 99).save(paths[0].with_suffix(".png"))
+    assert segmentation.highest_class(segmentation.read_mask(paths[0])) == 1
+
+
+def test_a_sample_of_two_names_is_a_shard_that_has_changed(tmp_path):
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name in ("a.png", "b.cls"):
+            tar.addfile(tarfile.TarInfo(name))
+    samples = lib.tar_samples.TarSamples([tmp_path / "0.tar"], torch.tensor([[0, 0, 1024]]), dict)
+    with pytest.raises(OSError, match=r"0\.tar has changed: delete index\.pt"):
+        samples[0]
 
 
 @pytest.mark.parametrize("read", READERS)

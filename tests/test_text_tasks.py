@@ -2,6 +2,7 @@
 seqeval, sacrebleu, transformers and sentence-transformers. That copies of them pass `make check`:
 test_adapting.py."""
 
+import gzip
 import json
 import math
 import random
@@ -339,11 +340,12 @@ def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():
 
 
 BAD = {
-    "a.jsonl": ('{"x": "a", "y": [1]}', "a.jsonl, row 1: ValueError"),
+    "a.jsonl": ('{"x": "a", "y": [1.5]}', "a.jsonl, row 1: ValueError"),
     "b.jsonl": ('{"x": "a", "y": ["b"]}\n{"x": "a"}', "b.jsonl, row 2: KeyError('y')"),
     "c.csv": ("x,y\n,1\n", "c.csv, row 1: ValueError(\"'' is not a text, or an empty one\")"),
     "d.csv": ("x,y\n", "d.csv has no rows"),
-    "e.jsonl": ("\n{}", "e.jsonl, row 1: JSONDecodeError"),
+    "e.jsonl": ("\n{", "e.jsonl, row 1: JSONDecodeError"),
+    "g.csv": ("x,y\na, b,1\n", "g.csv, row 1: ValueError(\"['1'] is behind the last column"),
     "f.parquet": ("no parquet", "f.parquet, row 1: ArrowInvalid"),
     "none.csv": (None, "cannot read none.csv: [Errno 2]"),
 }
@@ -362,15 +364,22 @@ def test_a_row_that_cannot_be_read_is_one_line(name, tmp_path, monkeypatch):
 
 
 def test_rows_of_csv_parquet_and_json_lines_are_the_same(tmp_path):
+    """Also in CSV of Excel, which begins with a byte order mark, with tabs, or compressed."""
     table = {"x": ["a, b", 'c "d"'], "y": ["1", "line\nline"]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
-    (tmp_path / "a.csv").write_text('y,z,x\n1,,"a, b"\n"line\nline",,"c ""d"""\n')
+    text = 'y,z,x\n1 ,,"a, b"\n"line\nline",,"c ""d"""\n'
+    (tmp_path / "a.csv").write_text(text, "utf-8-sig")
+    (tmp_path / "a.tsv").write_text(text.replace(",,", "\t\t").replace("y,z,x", "y\tz\tx"))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
     values = [*zip(*table.values(), strict=True)]
     lines = [json.dumps({"x": x, "y": y}) for x, y in values]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines))
     columns = ("x", rows.nonempty_text), ("y", rows.class_name)
     found = [rows.read_rows(str(x), *columns) for x in sorted(tmp_path.iterdir())]
-    assert found == [values] * 3
+    assert found == [values] * 5
+    with pytest.raises(ValueError, match="'' is not a label"):
+        rows.class_name(" ")
+    assert rows.list_of_texts([0, 2]) == ["0", "2"], "as the datasets library writes classes"
 
 
 def test_a_tag_that_training_does_not_know_and_a_word_without_a_tag_are_one_line(
@@ -379,6 +388,11 @@ def test_a_tag_that_training_does_not_know_and_a_word_without_a_tag_are_one_line
     monkeypatch.setattr(entities, "exit_with_error", exit_by_exception)
     (tmp_path / "a.conll").write_text("-DOCSTART- O\n\nRome B-LOC\n")
     (tmp_path / "b.conll").write_text("in O\nRome\n")
+    (tmp_path / "c.conll").write_text("10\xa0000 CD B-NUM\r\n")
+    assert entities.read_conll(str(tmp_path / "c.conll")) == [(["10\xa0000"], ["B-NUM"])]
+    (tmp_path / "d.conll").write_text("1\tRome\tRome\tPROPN\t_\t_\t0\troot\t_\t_\n")
+    with pytest.raises(Exit, match=r"d.conll, line 1 is of CoNLL-U"):
+        entities.read_conll(str(tmp_path / "d.conll"))
     args = SimpleNamespace(train="train", length=9)
     config = SimpleNamespace(label2id={"O": 0})
     with pytest.raises(Exit, match="no word of train has the tag B-LOC"):

@@ -200,8 +200,8 @@ def test_a_table_in_csv_has_the_same_rows_and_other_columns_are_named(
 ):
     monkeypatch.setattr("table.exit_with_error", exit_by_exception)
     write_parquet(of_table.table, {"a": [*range(20)], "y": [x / 7 for x in range(20)]})
-    text = "".join(f"{x},{x / 7!r}\n" for x in range(20))
-    (tmp_path / "t.csv").write_text(f"a,y\n{text}")
+    text = "".join(f"{x},{x},{x / 7!r}\n" for x in range(20))
+    (tmp_path / "t.csv").write_text(f",a,y\n{text}")  # with pandas' index
     (tmp_path / "wrong.csv").write_text("a,day,name,y\n1,2024-01-01,b,2\n")
     values = []
     for of_table.table in (str(tmp_path / x) for x in ("t.parquet", "t.csv")):

@@ -3,6 +3,7 @@
 
 import io
 import json
+import math
 from collections import defaultdict
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -24,7 +25,9 @@ def read_coco(path, classes):
     number = 0
     try:
         content = json.loads(Path(path).read_text("utf-8"))
-        images = {x["id"] for x in content["images"]}
+        images = {x["id"]: x for x in content["images"]}
+        if len(images) < len(content["images"]):
+            raise ValueError("two images have one id")
         highest = max(x["id"] for x in content["categories"])
         for number, x in enumerate(content["annotations"], 1):  # 0 would be "none" for COCOeval
             x["id"] = number
@@ -33,6 +36,10 @@ def read_coco(path, classes):
             highest = max(highest, x["category_id"])
             if x["image_id"] not in images:
                 raise ValueError(f"an annotation has image_id {x['image_id']}, which is no image's")
+            check_box(x["bbox"], images[x["image_id"]])
+        boxes = [x["bbox"] for x in content["annotations"]]
+        if boxes and max(map(max, boxes)) <= 1:
+            raise ValueError("all boxes are within [0, 1]: write them in pixels")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         where = f" in annotation {number}" if number else ""
         exit_with_error(f"{path} is not in COCO's format{where}: {error!r}")
@@ -41,6 +48,16 @@ def read_coco(path, classes):
     if highest >= classes:
         exit_with_error(f"{path} has category {highest}: choose --classes {highest + 1} or more")
     return content
+
+
+def check_box(box, image):
+    """Raise ValueError unless a box is [x, y, width, height] in pixels, a part of which is in the
+    image. Without an area, as some of COCO's, it is left out."""
+    x, y, width, height = box
+    right, bottom = image.get("width", math.inf), image.get("height", math.inf)
+    is_inside = x < right and y < bottom and x + width >= 0 and y + height >= 0
+    if not (is_inside and width >= 0 and height >= 0):
+        raise ValueError(f"box {box} is no box in its image of {right} x {bottom} pixels")
 
 
 class Objects(Dataset):

@@ -25,13 +25,15 @@ def read_conll(path):
     has a word, other columns and a tag; an empty line ends a sentence."""
     sentences = [([], [])]
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = file.read().split("\n")
     except (OSError, ValueError) as error:
         exit_with_error(f"cannot read {path}: {error}")
     for number, line in enumerate(lines, 1):
-        columns = line.split()
-        if not columns or columns[0] == "-DOCSTART-":
+        columns = re.split("[ \t]+", line.strip(" \t\r"))  # a word may have other spaces
+        if len(columns) == 10 and columns[0].isdigit():
+            exit_with_error(f"{path}, line {number} is of CoNLL-U: write a word and its tag alone")
+        if columns in ([""], ["-DOCSTART-"]) or columns[0] == "-DOCSTART-":
             sentences.append(([], []))
         elif len(columns) == 1:
             exit_with_error(f"{path}, line {number}: {line!r:.80} is a word without a tag")

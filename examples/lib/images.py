@@ -2,17 +2,34 @@
 """Image files as they were meant. A file that cannot be read so is an OSError that names it."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from ddp_cifar import exit_with_error
+from ddp_cifar import RANK, exit_with_error, log_line
 
 
 def read_image(file, name=None):
     """Return an image of a path, or of an open file that is called `name`, as PIL's in RGB."""
     image = read_pixels(file, name)
     check_depth(image, name or file)
+    if image.has_transparency_data:  # what is drawn in black on nothing would be all black
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def is_image(path):
+    """Return whether PIL reads files with this ending, in lower or upper case."""
+    return Image.registered_extensions().get(Path(path).suffix.lower()) in Image.OPEN
+
+
+def log_left_out(folder, used):
+    """Log how many files below a folder are not among those that are used."""
+    if RANK == 0:
+        files = (x for x in Path(folder).rglob("*") if x.is_file() and x.name[0] != ".")
+        if others := sorted({*files} - {*map(Path, used)}):
+            log_line(f"{folder}: {len(others)} files are left out, such as {others[0]}")
 
 
 def stored_size(path):

@@ -29,6 +29,7 @@ def texts_of(path, flag, *names, more=None):
     in_first_line = []
 
     def texts(row):
+        row = {name: value for name, value in row.items() if value is not None}
         optional = sorted(name for name in row if more and name.startswith(more))
         in_first_line.append(optional)
         if optional != in_first_line[0]:

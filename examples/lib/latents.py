@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torchvision
+from accelerate.utils import broadcast_object_list
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import logging
 from torch.utils.data import Dataset
@@ -76,8 +77,10 @@ def encoded_once(rows, args, accelerator):
     and all map the file."""
     paths = [Path(args.images, name) for name, _ in rows]
     exit_if_missing(paths, f"--images {args.images}")
-    sizes = [path.stat().st_size for path in paths]
-    key = hashlib.sha256(repr((args.base, args.size, rows, sizes)).encode()).hexdigest()
+    files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    key = hashlib.sha256(repr((args.base, args.size, rows, files)).encode()).hexdigest()
+    # Copies of the images on other machines may have other times.
+    [key] = broadcast_object_list([key])
     path = Path(args.output_dir, f"encoded-{key[:12]}.pt")
     with accelerator.main_process_first():
         if accelerator.is_main_process and not path.exists():

@@ -2,6 +2,7 @@
 """Rows with named columns: of JSON lines, CSV or Parquet files."""
 
 import csv
+import gzip
 import json
 from functools import lru_cache
 
@@ -9,14 +10,23 @@ from ddp_cifar import exit_with_error
 
 
 def parsed_rows(path):
-    """Yield {name: value} for each row of a file, whose kind is its ending."""
+    """Yield {name: value} for each row of a file, whose kind is its ending. Raise ValueError if a
+    row of CSV has more fields than columns: a comma in a text without quotes."""
     if path.endswith(".parquet"):
         from pyarrow.parquet import read_table  # needed for these files alone
 
         yield from read_table(path).to_pylist()
         return
-    with open(path, encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file) if path.endswith(".csv") else map(json.loads, file)
+    name = path.removesuffix(".gz")
+    opened = gzip.open if name != path else open
+    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:  # with or without a BOM
+        if not name.endswith((".csv", ".tsv")):
+            yield from (json.loads(line) for line in file if line.strip())
+            return
+        for row in csv.DictReader(file, delimiter="\t" if name.endswith(".tsv") else ","):
+            if None in row:
+                raise ValueError(f"{row[None]} is behind the last column: quote texts with commas")
+            yield row
 
 
 @lru_cache(4)  # the names of classes come from the training set, which several functions read
@@ -45,12 +55,15 @@ def nonempty_text(value):
 
 
 def class_name(value):
-    if not isinstance(value, str | int):
+    if isinstance(value, str):
+        value = value.strip()
+    if not isinstance(value, str | int) or value == "":
         raise ValueError(f"{value!r} is not a label: a string or an integer")
     return value
 
 
 def list_of_texts(value):
-    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+    """Return a list of strings, also of integers, as the `datasets` library writes classes."""
+    if not isinstance(value, list) or not all(isinstance(x, str | int) for x in value):
         raise ValueError(f"{value!r} is not a list of strings")
-    return value
+    return [*map(str, value)]

@@ -61,4 +61,7 @@ class TarSamples(Dataset):
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             files = list(filter(tarfile.TarInfo.isfile, tar))
             sample = {name_and_type(x)[1]: tar.extractfile(x).read() for x in files}
-        return self.decode(sample | {"__key__": name_and_type(files[0])[0]})
+        keys = sorted({name_and_type(x)[0] for x in files})
+        if len(keys) != 1:
+            raise OSError(f"{self.paths[shard]} has changed: delete index.pt: {keys} in one sample")
+        return self.decode(sample | {"__key__": keys[0]})

@@ -37,6 +37,9 @@ def samples_in(path):
         with wave.open(str(path)) as file:
             found = file.getsampwidth() * 8, file.getframerate()
             samples = file.getnframes()
+            size = samples * file.getsampwidth() * file.getnchannels()
+        if not 0 < size <= Path(path).stat().st_size:
+            found = f"cut or empty: {size} bytes of samples by its header"
     except (wave.Error, EOFError) as error:
         found = str(error) or "empty"
     if found != (16, RATE):
