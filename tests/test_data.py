@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchvision.transforms.functional as TF
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from conftest import REAL_DATA, ROUNDING_FLOAT32, load, needs_real_data
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
@@ -152,6 +153,20 @@ def test_each_part_of_a_dataset_of_datasets_gets_the_epoch():
     whole += torch.utils.data.Subset(parts[1], range(9))
     recipe.SeededSamples(torch.utils.data.Subset(whole, range(80)), 0).set_epoch(3)
     assert [part.epoch for part in parts] == [3] * 4
+
+
+def test_a_dataset_in_both_loaders_has_epoch_0_in_an_evaluation_and_then_that_of_training():
+    dataset = OwnEpoch()
+    loaders = [DataLoader(recipe.SeededSamples(dataset, 0), 8) for _ in range(2)]
+    run = SimpleNamespace(train_loader=loaders[0], data_parallel_size=1, ranks_per_batch=1)
+    run.watcher = SimpleNamespace(agreed_signal=lambda: 0)
+    run.exit_on, run.steps_per_epoch = lambda _: None, 5
+    test_loader = prepare_data_loader(loaders[1])
+    for run.step, epoch in ((0, 0), (10, 1), (11, 2)):
+        dataset.set_epoch(7)
+        batches = [*recipe.Run.test_batches(run, torch.nn.Linear(1, 1), test_loader)]
+        assert {x.item() for (epochs, *_), _ in batches for x in epochs} == {0}
+        assert dataset.epoch == epoch
 
 
 @needs_real_data

@@ -64,6 +64,7 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
     model, args, batch
 ):
     prompts, _, numbers = batch
+    model.generation_config.repetition_penalty = 1.5  # the base's own, which is left out
     drawn, texts = lib.completions.complete(model, prompts, numbers[:, 0], args)
     other, _ = lib.completions.complete(model, prompts, numbers[:, 1], args)
     greedy, _ = lib.completions.complete(model, prompts, None, args)
@@ -72,7 +73,8 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
         alone = prompt[prompt != -100][None]
         found, text = lib.completions.complete(model, alone, numbers[i : i + 1, 0], args)
         assert drawn[i, : found.shape[1]].equal(found[0]) and texts[i] == text[0]
-        exact = model.generate(alone, max_new_tokens=9, do_sample=False)[0, alone.shape[1] :]
+        options = {"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.0}
+        exact = model.generate(alone, **options)[0, alone.shape[1] :]
         assert greedy[i, : len(exact)].equal(exact)
 
 
@@ -110,9 +112,10 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
     prompts have completions of 100 and of 900 tokens (huggingface/trl#7206). Microbatches are
     weighted as in a recipe's `train_step`."""
     args.beta, args.mean_over, args.base = beta, mean_over, str(tmp_path)
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=1, **size)
-    model, reference = (transformers.LlamaForCausalLM(config).double() for _ in range(2))
+    size = {"vocab_size": 50, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 903}
+    dropout = {"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0}
+    config = transformers.GPT2Config(**size, **dropout)  # its positions are absolute
+    model, reference = (transformers.GPT2LMHeadModel(config).double() for _ in range(2))
     reference.save_pretrained(tmp_path)
     prompts = torch.tensor([[-100, 3, 4], [-100, 3, 4], [5, 6, 7], [5, 6, 7]])
     completions = torch.full((4, 900), -100)
@@ -156,6 +159,23 @@ def test_with_lora_the_base_is_the_model_without_its_adapter(model, args, batch)
     after = lib.policy.base_log_probabilities(adapted, *inputs, base="no second model")
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert not torch.allclose(lib.policy.log_probabilities(adapted, *inputs), before)
+
+
+def test_each_prompt_gets_its_own_completions_and_rewards_without_dropout(args, batch, monkeypatch):
+    options = {"dtype": torch.float64, "attention_dropout": 0.5}
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.base, **options)
+    args.new_tokens = 3
+    batch = [x[:2] for x in batch]
+    prompts, lines, numbers = batch
+    expected, found = [], []
+    for i, line in enumerate(lines):
+        for drawn in numbers[i, :, None]:
+            _, [text] = lib.completions.complete(model, prompts[i : i + 1], drawn, args)
+            expected.append((text, line))
+    monkeypatch.setattr("grpo.reward", lambda *pair: found.append(pair) or float(len(found) % 2))
+    one, other = (grpo.compute_loss(model.train(), batch, args)["loss"] for _ in range(2))
+    assert found == expected * 2
+    assert one.equal(other) and one.all()
 
 
 @pytest.mark.parametrize(
