@@ -276,9 +276,11 @@ def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
 def test_blank_lines_and_a_byte_order_mark_are_no_error(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(
-        '\ufeff{"anchor": "a", "positive": "b"}\n\n{"anchor": "c", "positive": "d"}\n\n'
+        '\ufeff{"anchor": "a", "positive": "b"}\n\n'
+        '{"anchor": "c", "positive": "d", "negative": null}\n\n'
     )
-    assert json_lines.texts_of(path, "", "anchor", "positive") == [("a", "b"), ("c", "d")]
+    found = json_lines.texts_of(path, "", "anchor", "positive", more="negative")
+    assert found == [("a", "b"), ("c", "d")]
 
 
 def test_views_find_each_other_among_all_views():
