@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, Exit, load, run
+from torch import distributed
 
+NCCL = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "21600"}
 TWO_GPUS = {"device_count": 2, "is_available": True, "init": None}
 TWO_GPUS["get_device_properties"] = SimpleNamespace(uuid="GPU-0")
 
@@ -56,7 +58,7 @@ def start(monkeypatch):
 
     call.devices, call.ranks_by_gpu = [], {}
     # Set by `choose_device`: monkeypatch undoes it only if it knows of it.
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "LOCAL_RANK"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "LOCAL_RANK", *NCCL):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
@@ -82,6 +84,11 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
     assert run.args.log_every == 50
     loading = run.accelerator.dataloader_config
     assert loading.non_blocking, "the host would wait at each batch for the step before it"
+    assert {name: os.environ[name] for name in NCCL} == NCCL
+    if hasattr(distributed, "ProcessGroupNCCL2"):  # from torch 2.15 on
+        distributed.Backend._ensure_backend_registered("nccl")
+        made_by = distributed.Backend._plugins["NCCL"].creator_fn.__name__
+        assert made_by == "_create_nccl_process_group", "torch reads the variable at its import"
 
 
 def test_without_a_gpu_the_accelerator_is_told_to_use_the_cpu(start):
