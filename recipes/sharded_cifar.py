@@ -632,7 +632,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 022c7e22dcb6: identical in all recipes, edit only above it
+# ================= shared infrastructure fef52f669b8f: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1661,6 +1661,9 @@ def choose_device(args):
         device = LOCAL_RANK % gpus  # a launcher may show each rank its own GPU alone
         os.environ["LOCAL_RANK"] = str(device)  # read by Accelerate
         torch.cuda.set_device(device)
+        # The class of torch 2.11 to 2.14, whose monitor must not abort before the Watcher.
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(TIMEOUT.seconds))
         torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
         # Shapes rarely change: time the algorithms once.
         torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
@@ -1689,8 +1692,6 @@ def join_process_group(args, gpus):
     if WORLD_SIZE > 64:  # connect only ranks that communicate: all would be N x N addresses
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")  # DDP's errors name parameters
-    # Otherwise NCCL's own watchdog may abort a run before --hang-timeout.
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(TIMEOUT.total_seconds())))
     distributed.set_debug_level_from_env()
     distributed.init_process_group(backend, None, TIMEOUT, WORLD_SIZE, RANK, store)
     return store
