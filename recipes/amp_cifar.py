@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Mixed precision: ddp_cifar.py in bf16, or in fp16 with dynamic loss scaling.
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/amp_cifar.py
@@ -113,8 +117,6 @@ def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate. Replace this."""
     peak = args.lr * args.global_batch_size / 128  # --lr is for 128 samples
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True, "fused": True}
-    if args.precision == "fp16":  # GradScaler always calls a fused one: no step would be skipped
-        options["fused"] = None  # not False, which turns off the foreach kernels, too
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)
     # Warm-up (Goyal et al. 2017, arXiv:1706.02677), then decay, to about zero after the last step.
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -177,10 +179,12 @@ def main():
     if args.compile:  # in place. A second microbatch would overwrite gradients in CUDA graphs
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
     check_weights_are_fp32(model, args.precision)
-    ddp.broadcast_buffers = bool(training_buffers(model))
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
+    if accelerator.scaler:  # which calls a fused one even if it skips, and the schedule would go on
+        optimizer._step_supports_amp_scaling = False
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = bool(training_buffers(model))  # by DDP, in each step
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     states |= {"scaler": accelerator.scaler} if accelerator.scaler else {}

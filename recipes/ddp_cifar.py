@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Train ResNet-50 on CIFAR-10 with Hugging Face Accelerate: one process per GPU, DDP.
 
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/ddp_cifar.py
@@ -173,10 +177,10 @@ def main():
     model = load_weights(build_model(args), args.weights)
     if args.compile:  # in place. A second microbatch would overwrite gradients in CUDA graphs
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
-    ddp.broadcast_buffers = bool(training_buffers(model))
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
+    model.broadcast_buffers = bool(training_buffers(model))  # by DDP, in each step
     plain = accelerator.unwrap_model(model)
     states = {"model": plain, "optimizer": optimizer, "scheduler": scheduler}
     run.resume(states, partial(before_first_step, run, model, train_loader))

@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Train ResNet-50 on CIFAR-10 cut in two stages: each pair of processes is one pipeline.
 
     accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/pipeline_cifar.py

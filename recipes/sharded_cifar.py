@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Fully sharded data parallelism: the model sharded over all processes (FSDP2).
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py
