@@ -8,7 +8,8 @@ from a `from_pretrained` of transformers, adapter_config.json names its source, 
 `from_pretrained("runs/mine/adapter")` loads both. --weights names weights of the whole model, to
 begin with: then adapter_config.json names no source. A head with one of the names in `HEADS` is
 trained and saved as a whole: edit it if yours has another name. nn.MultiheadAttention, such as in
-vit, is not adapted. To train other layers, or to make the matrices larger, edit `lora_config`.
+vit, is not adapted, nor is a layer that `build_model` has frozen. To train other layers, or to make
+the matrices larger, edit `lora_config`.
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
@@ -39,7 +40,8 @@ def with_lora(model):
     attention = [x for x in model.modules() if isinstance(x, nn.MultiheadAttention)]
     kept |= {x.out_proj.weight for x in attention}  # which it reads: a matrix would have no effect
     modules = [(k, x) for k, x in model.named_modules() if not in_head(k)]
-    layers = [name for name, x in modules if isinstance(x, ADAPTED) and x.weight not in kept]
+    linear = [(name, x.weight) for name, x in modules if isinstance(x, ADAPTED)]
+    layers = [name for name, weight in linear if weight.requires_grad and weight not in kept]
     model = inject_adapter_in_model(lora_config(layers), model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or in_head(name):

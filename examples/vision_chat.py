@@ -10,7 +10,7 @@ With a model of the Hub and your own chats.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base Qwen/Qwen2.5-VL-3B-Instruct
 
-Needs `pip install transformers jinja2`. The toy model has random weights: --lr is higher for it,
+The toy model has random weights: --lr is higher for it,
 and --train-vision trains the vision encoder, too, which is frozen otherwise.
 Each line of --chats has "messages", and may have "images" and "tools". A content is a text, or a
 list of {"type": "text", "text": ...} and {"type": "image", "path": ...}. Images without a path

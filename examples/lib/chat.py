@@ -138,7 +138,7 @@ class Chat:
 
 def tokens_in(offsets, spans):
     """Return which tokens lie in one of these (begin, end), if only in part: (N,) bool."""
-    begins, ends = torch.tensor(offsets).T
+    begins, ends = torch.as_tensor(offsets).T
     inside = [(begins < end) & (begin < ends) for begin, end in spans]
     return torch.stack([begins < 0, *inside]).any(0)
 
