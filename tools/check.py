@@ -8,7 +8,7 @@ Other flags are the copy's. It trains 12 steps, or if an epoch has 12 to 48 step
 these (--max-steps), with one size of microbatches: on one process, on two, on all GPUs, and on two
 that SIGKILL ends in mid-epoch before a rerun resumes; a pipeline on two and four. All metrics of
 all steps and the final weights have to be the same, after the kill bit for bit (CPU). On another
-number of processes rounding differs, and training amplifies it. Measured by a perturbed run: the
+number of processes rounding differs, and training amplifies it. A perturbed run measures it: the
 first run, with weights changed by 1e-5 of their values before the first update. Bounds are ten
 times its differences. One above 1% tells nothing: that number is not judged, and from the step on
 in which it is the loss or grad_norm, no number is. Then the learning rate is lowered, to a tenth
