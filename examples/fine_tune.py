@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from language_model import compute_loss
 from lib.fine_tuning import make_optimizer
+from lib.token_losses import with_token_losses
 
 
 def add_flags(parser):
@@ -59,5 +59,14 @@ def build_model(args):
     and no weights."""
     if torch.empty(0).is_meta:
         config = AutoConfig.from_pretrained(args.base)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32).train()
+        return with_token_losses(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    model = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32)
+    return with_token_losses(model.train())
+
+
+def compute_loss(model, batch, args):
+    """Return the mean loss of each sequence's tokens, and their number as its weight."""
+    inputs, targets = batch[:, :-1].clamp(min=0), batch[:, 1:]
+    counted = (targets != -100).sum(1)
+    losses = model(inputs, targets=targets, use_cache=False)
+    return {"loss": losses.sum(1) / counted, "weight": counted}

@@ -78,7 +78,8 @@ def tokenizer(base):
 
 @pytest.fixture
 def model(base):
-    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    return lib.token_losses.with_token_losses(model)
 
 
 ARGS = SimpleNamespace(length=1000, beta=0.3)

@@ -90,6 +90,7 @@ def test_the_table_of_chat_models(monkeypatch, capsys):
     shape = {"hidden_size": 2048, "num_hidden_layers": 2, "head_dim": 64}
     monkeypatch.setattr(memory, "LLAMAS", {"1B": shape})
     monkeypatch.setattr(memory, "TOKENS", 8)
+    monkeypatch.setattr(memory, "NUMBERS", (1,))
     monkeypatch.setattr(memory, "CHATS", [memory.CHATS[i] for i in (0, 1, 2)])
     monkeypatch.setattr(sys, "argv", ["memory.py", "--chat"])
     memory.main()

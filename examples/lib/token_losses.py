@@ -47,9 +47,9 @@ def with_token_losses(model):
 @torch.compiler.disable  # a number of targets is no constant
 def in_chunks(losses, hidden, targets, size):
     """Return `losses` of the counted targets, `size` of them at a time."""
-    counted = (targets.flatten() != -100).nonzero()[:, 0]
-    hidden = hidden.flatten(0, 1).index_select(0, counted).split(size)
-    *others, last = zip(hidden, targets.flatten()[counted].split(size), strict=True)
+    counted = (targets != -100).nonzero(as_tuple=True)
+    chunks = zip(hidden[counted].split(size), targets[counted].split(size), strict=True)
+    *others, last = chunks
     found = [checkpoint(losses, *chunk, use_reentrant=False) for chunk in others]
     found = torch.cat([*found, losses(*last)])  # the backward pass begins with the last one
-    return found.new_zeros(targets.numel()).index_put((counted,), found).view_as(targets)
+    return found.new_zeros(targets.shape).index_put(counted, found)
