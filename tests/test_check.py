@@ -115,6 +115,7 @@ def test_a_mistake_is_found_in_the_first_step(what, checked):
     assert two["verdict"] == "differs at step 1"
     assert re.fullmatch(r"loss \S+ and \S+, by \S+", two["reason"]), two["reason"]
     assert ("depend on RANK or WORLD_SIZE" in output) == equal
+    assert "in no checkpoint" not in output
     expected = "bit for bit" if equal else "differs at step 3"  # the first after it
     assert runs["2 processes, killed"]["verdict"] == expected
 
@@ -133,6 +134,7 @@ def test_state_that_is_not_saved_is_found_after_the_kill(checked):
     assert code == 1, output
     verdicts = [run["verdict"] for run in runs.values()]
     assert verdicts == ["", "", "the same", "reported", "differs at step 3"], "the first after it"
+    assert "a state that is in no checkpoint\nKnown causes" in output
 
 
 CALL = "logits = model(images)"
@@ -172,6 +174,7 @@ def test_a_loss_that_depends_on_the_microbatch_is_reported_and_no_failure(checke
     remark = runs["microbatches of 4"]["remark"]
     one, other = map(float, re.match(r"loss (\S+) and (\S+), by 0.5: depends on", remark).groups())
     assert one == pytest.approx(2 * other)
+    assert 'a mean over tokens without "weight"' in remark
     assert f"microbatches of 4: {remark}\n" in output
     _, output, runs = checked("ddp", build_model="plain_model", compute_loss="plain_loss")
     assert runs["microbatches of 4"]["verdict"] == "the same" and "depends on how" not in output

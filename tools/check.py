@@ -68,7 +68,8 @@ FROM_THE_START = "differs at step 1"
 BY_RANK = "Equal numbers of processes train the same, others do not: data, dropout or the loss "
 BY_RANK += "depend on RANK or WORLD_SIZE, or the loss depends on the microbatches of all ranks"
 DIVIDED = "depends on how the batch is divided (BatchNorm, dropout, negatives within a microbatch, "
-DIVIDED += "a sum in place of a mean): no failure"
+DIVIDED += 'a sum in place of a mean, a mean over tokens without "weight"): no failure'
+AFTER_A_KILL = "Only the run that was killed differs: the copy has a state that is in no checkpoint"
 SLOW = ": if it is slow and does not hang, add --hang-timeout SECONDS"
 CAUSES = "Known causes and their remedies: docs/check.md"
 
@@ -388,8 +389,11 @@ def main():
         table.add_row(run["name"], run["against"], count, found, run["verdict"])
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
     causes = [CAUSES] if problems and runs[1:] else []
-    if runs[-1]["verdict"] == "bit for bit" and any(x["verdict"] == FROM_THE_START for x in runs):
+    last = runs[-1]
+    if last["verdict"] == "bit for bit" and any(x["verdict"] == FROM_THE_START for x in runs):
         causes.insert(0, BY_RANK)
+    if len(problems) == 1 and last["tasks"][1:] and last["verdict"].startswith("differs"):
+        causes.insert(0, AFTER_A_KILL)
     remarks = [f"{x['name']}: {x['remark']}" for x in runs if x["remark"]]
     unknown = [
         f"{x['name']}: {x['verdict']}; later, rounding decides {x['undecided']}"

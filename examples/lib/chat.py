@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as tokens, by the chat template of a pretrained model's tokenizer."""
 
+import json
 import re
-import shutil
+from collections import Counter
+from copy import deepcopy
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -16,6 +19,9 @@ from ddp_cifar import RANK, exit_with_error, log_line
 from lib.json_lines import read_lines
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
+REASONING = "reasoning_content", "reasoning", "thinking"  # its names in a message
+REMEDY = "name a file of another one by --chat-template"
+TARGETS = Counter()  # tokens of all answers, and of these the ones within --length
 
 
 def add_chat_flags(parser):
@@ -28,21 +34,67 @@ def add_chat_flags(parser):
     parser.set_defaults(clip_norm=1.0)
 
 
-def chat_tokenizer(args, accelerator, kind=AutoTokenizer):
+def load_tokenizer(base, chat_template, kind=AutoTokenizer):
     """Return the tokenizer of --base, or its processor, if that is the `kind`, with its chat
-    template. Save it beside what is trained."""
-    tokenizer = kind.from_pretrained(args.base)
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text("utf-8")
+    template, or that of a file."""
+    tokenizer = kind.from_pretrained(base)
+    if chat_template:
+        tokenizer.chat_template = Path(chat_template).read_text("utf-8")
     if not tokenizer.chat_template:
-        exit_with_error(f"{args.base} has no chat template: name a file of one by --chat-template")
+        exit_with_error(f"{base} has no chat template: name a file of one by --chat-template")
+    return tokenizer
+
+
+def chat_tokenizer(args, accelerator, kind=AutoTokenizer):
+    """Return the same by the flags. Save it beside what is trained, and how that generates."""
+    tokenizer = load_tokenizer(args.base, args.chat_template, kind)
+    config, remark = generation_of(args.base, tokenizer)
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
         AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
-        name = "generation_config.json"  # it may name more tokens that end an answer
-        if path := cached_file(args.base, name, _raise_exceptions_for_missing_entries=False):
-            shutil.copyfile(path, Path(args.output_dir, name))
+        config.to_json_file(Path(args.output_dir, "generation_config.json"))
+    if remark:
+        note(remark)
     return tokenizer
+
+
+def generation_of(base, tokenizer):
+    """Return how a base generates, a GenerationConfig with a list of the tokens at which it stops;
+    and a remark, or None. An answer has to stop at the token in which the chat template ends it: if
+    none of its tokens is in the list, that one is added."""
+    try:
+        config = GenerationConfig.from_pretrained(base)
+    except OSError:  # there is no such file
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(base))
+    eos = config.eos_token_id
+    config.eos_token_id = eos if isinstance(eos, list) else [eos] * (eos is not None)
+    targets = targets_of_an_answer(tokenizer)
+    if not targets or {*targets} & {*config.eos_token_id}:
+        return config, None
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if targets[-1] not in tokenizer.added_tokens_decoder:
+        return config, "the chat template ends an answer in no token: the model learns no end of it"
+    config.eos_token_id.append(targets[-1])
+    end = tokenizer.decode(targets[-1])
+    return config, f"generation_config.json gets {end}, in which answers end here, as an eos"
+
+
+def targets_of_an_answer(tokenizer):
+    """Return the targets, without blank ones, of a chat of a question and an answer: a list, which
+    is empty if the chat template needs more than that."""
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    if hasattr(tokenizer, "tokenizer"):  # that of a processor
+        tokenizer.tokenizer.chat_template = tokenizer.chat_template
+        tokenizer = tokenizer.tokenizer
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    chat = Chat(tokenizer, messages, None)
+    try:
+        targets = chat.sample(*chat.answer(1))[:, 1]
+    except Exception:  # templates raise many types; the rows will tell
+        return []
+    targets = targets[targets != -100].tolist()
+    return [token for token in targets if tokenizer.decode(token).strip()]
 
 
 def read_chats(path, args, form, make_samples):
@@ -55,9 +107,19 @@ def read_chats(path, args, form, make_samples):
     train, test = kept[: len(kept) * 9 // 10], kept[len(kept) * 9 // 10 :]
     if len(train) < args.global_batch_size:
         exit_with_error(f"{found}: the training set does not fill one batch")
-    if len(kept) < len(lines) and RANK == 0:
-        log_line(f"{found}, the others are left out")
+    if len(kept) < len(lines):
+        note(f"{found}, the others are left out")
+    if TARGETS["within"] < TARGETS["all"]:
+        share = 1 - TARGETS["within"] / TARGETS["all"]
+        note(f"{path}: --length cuts off {share:.2%} of the tokens of answers")
     return [[sample for samples in part for sample in samples] for part in (train, test)]
+
+
+@cache
+def note(line):
+    """Print a line, once."""
+    if RANK == 0:
+        log_line(line)
 
 
 def template_of(tokenizer, tools=None):
@@ -87,53 +149,125 @@ def in_common(one, other):
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
+def letters(text):
+    """Return the letters and digits of a text, which a template may strip or write as JSON."""
+    return re.sub(r"\\+[nrtbf]|[\W_]", "", text)
+
+
+def functions_in(messages):
+    """Return the functions that messages call: a list of {"name": ..., "arguments": ...}."""
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    return [call.get("function", call) for call in calls]
+
+
+def texts_of(message):
+    """Return the texts of a message, lists by kind. A content may have the reasoning, too."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    *thoughts, last = [x for part in parts for x in re.split("</?think>", part.get("text", ""))]
+    thoughts += [message[name] for name in REASONING if name in message]
+    names = [function["name"] for function in functions_in([message])]
+    return {"content": [last], "reasoning": thoughts, "tool calls": names}
+
+
 class Chat:
     """A conversation, as its chat template writes it."""
 
     def __init__(self, tokenizer, messages, tools):
         self.tokenizer = tokenizer
-        self.messages = [with_text(message) for message in messages]
+        tools = json.loads(tools) if isinstance(tools, str) else tools
         self.options = {"chat_template": template_of(tokenizer, tools), "tools": tools}
         self.marks = re.search(r"\{%-?\s*generation\s*-?%\}", self.options["chat_template"])
+        # Data sets that have the same keys in all rows write null for what a message has not.
+        self.messages = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in deepcopy(messages)
+        ]
+        self.set_arguments()
+        self.other_prompts = set()
+
+    def set_arguments(self):
+        """Make the arguments of tool calls objects, or texts if the template wants these."""
+        functions = functions_in(self.messages)
+        given = [function.get("arguments") or {} for function in functions]
+        for function, x in zip(functions, given, strict=True):
+            function["arguments"] = json.loads(x) if isinstance(x, str) else x
+        if functions and not self.takes_objects(functions):
+            for function, x in zip(functions, given, strict=True):
+                text = x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+                function["arguments"] = text
+
+    def takes_objects(self, functions):
+        try:
+            text = self.text()
+        except Exception:  # templates raise many types
+            return False
+        return not any(str(x["arguments"]) in text for x in functions if x["arguments"])
 
     def text(self, end=None, prompt=False):
         """Return the text of the messages before `end`, with a `prompt` to go on."""
         options = {**self.options, "tokenize": False, "add_generation_prompt": prompt}
         return self.tokenizer.apply_chat_template(self.messages[:end], **options)
 
+    def prompt(self):
+        """Return the text of all messages, up to where an answer begins."""
+        text = self.text(prompt=True)
+        self.check_messages(text)
+        return text
+
+    def check_messages(self, text):
+        """Raise an error if a text leaves out a message. It may leave out earlier reasoning."""
+        written = letters(text)
+        for index, message in enumerate(self.messages):
+            answer = message["role"] == "assistant"
+            self.check(index, written, ["content"] if answer else ["content", "reasoning"])
+
+    def check(self, index, written, kinds):
+        """Raise an error if the letters of a text leave out one of these kinds of a message."""
+        message = self.messages[index]
+        texts = texts_of(message)
+        for kind in kinds:
+            if not all(letters(text) in written for text in texts[kind]):
+                of = f"the {kind} of message {index + 1}, of the {message['role']}"
+                raise ValueError(f"the chat template leaves out {of}: {REMEDY}")
+
     def answer(self, index):
-        """Return the text up to the end of an answer, and where in it the answer begins: where it
-        is no longer the prompt's. A prompt may open a thought that the answer has not."""
+        """Return the text up to the end of an answer, and the (begin, end) in it of what is the
+        answer's: where it is no longer the prompt's, or what the template marks behind that. A
+        prompt may open a thought that the answer has not."""
         before, prompt, text = self.text(index), self.text(index, prompt=True), self.text(index + 1)
-        begin = in_common(prompt, text)
-        if begin < in_common(before, prompt):
-            remedy = "name a file of one that keeps them by --chat-template"
-            raise ValueError(f"the chat template changes what comes before an answer: {remedy}")
-        return text, begin
+        turn, begin = in_common(before, prompt), in_common(prompt, text)
+        if begin < turn and not self.marks:
+            raise ValueError(f"the chat template changes what comes before an answer: {REMEDY}")
+        if begin < len(prompt):
+            self.other_prompts.add(prompt[turn:])
+        self.check(index, letters(text[min(turn, begin) :]), ["content", "reasoning", "tool calls"])
+        spans = self.marked_spans(index + 1) if self.marks else [(begin, len(text))]
+        return text, [(max(begin, first), end) for first, end in spans if end > begin]
+
+    def marked_spans(self, end):
+        """Return the (begin, end) that the template marks in the messages before `end`."""
+        options = {**self.tokenizer.special_tokens_map, **self.options}
+        options["return_assistant_tokens_mask"] = True
+        _, [spans] = render_jinja_template([self.messages[:end]], **options)
+        return spans
 
     def samples(self, answers):
         """Return the samples with these answers."""
         whole = self.text()
-        if self.marks:
-            return [self.sample(whole, self.marked_spans(answers[0]))]
+        self.check_messages(whole)
         found = [self.answer(index) for index in answers]
-        if all(whole.startswith(text) for text, _ in found):
-            return [self.sample(whole, [(begin, len(text)) for text, begin in found])]
-        return [self.sample(text, [(begin, len(text))]) for text, begin in found]
+        for prompt in self.other_prompts:
+            note(f"answers are generated behind {prompt!r}, but some are trained without it")
+        if found and all(whole.startswith(text) for text, _ in found):
+            return [self.sample(whole, [span for _, spans in found for span in spans])]
+        return [self.sample(text, spans) for text, spans in found]
 
     def sample(self, text, spans):
         """Return the tokens of a text, and those of these (begin, end) as targets: (N, 2) int32."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         own = tokens_in(encoded["offset_mapping"], spans)
         return shifted(encoded["input_ids"], own)
-
-    def marked_spans(self, first):
-        """Return the (begin, end) in the whole text that the template marks, from an answer on."""
-        options = {**self.tokenizer.special_tokens_map, **self.options}
-        options["return_assistant_tokens_mask"] = True
-        _, [marked] = render_jinja_template([self.messages], **options)
-        least = in_common(self.text(first, prompt=True), self.text())
-        return [(max(begin, least), end) for begin, end in marked if end > least]
 
 
 def tokens_in(offsets, spans):
@@ -150,12 +284,17 @@ def shifted(tokens, own):
 
 
 def answers_in(messages, first=0):
-    """Return the indices of the assistant's messages, from message `first` on."""
+    """Return the indices of the assistant's messages, from message `first` on, without those that
+    have "weight": 0."""
     roles = [message["role"] for message in messages]
-    answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
-    if not answers:
+    if "assistant" not in roles[first:]:
         raise ValueError(f"no message has the role assistant, but {', '.join(roles[first:])}")
-    if answers[0] == 0:
+    weights = [message.get("weight") for message in messages]
+    if others := {*weights} - {None, 0, 1}:
+        raise ValueError(f"the weight of a message is {others.pop()}, neither 0 nor 1")
+    trained = range(first, len(messages))
+    answers = [i for i in trained if roles[i] == "assistant" and weights[i] != 0]
+    if answers[:1] == [0]:
         raise ValueError("nothing comes before the answer")
     return answers
 
@@ -165,11 +304,14 @@ def samples_of(tokenizer, messages, args, tools=None, first=0):
     next token if that is of an answer (of message `first` or later) or of what ends it, or else
     -100. Samples that have no target within --length are left out.
 
-    A template may mark answers, by {% generation %}. If it does not, and what follows an answer
-    changes it, such as where the reasoning of earlier turns is left out, each answer is a sample of
-    its own, with the turns before it: as the model is used."""
-    chat = Chat(tokenizer, messages, tools)
-    cut = [sample[: args.length] for sample in chat.samples(answers_in(messages, first))]
+    A template may mark answers, by {% generation %}. If what follows an answer changes it, such as
+    where the reasoning of earlier turns is left out, each answer is a sample of its own, with the
+    turns before it: as the model is used."""
+    chat = Chat(tokenizer, [with_text(message) for message in messages], tools)
+    whole = chat.samples(answers_in(messages, first))
+    cut = [sample[: args.length] for sample in whole]
+    for name, samples in (("all", whole), ("within", cut)):
+        TARGETS[name] += sum(int((sample[:, 1] != -100).sum()) for sample in samples)
     return [sample for sample in cut if (sample[:, 1] != -100).any()]
 
 

@@ -6,26 +6,29 @@ from functools import lru_cache
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
-from lib.chat import template_of, with_text
+from lib.chat import Chat, generation_of, load_tokenizer, with_text
 from lib.generation import generate
 
 
 @lru_cache
-def tokenizer_of(base):
-    return AutoTokenizer.from_pretrained(base)
+def tokenizer_and_ends(base, chat_template):
+    """Return the tokenizer of --base, and the tokens that end a completion: a list."""
+    tokenizer = load_tokenizer(base, chat_template)
+    config, _ = generation_of(base, tokenizer)
+    return tokenizer, [*{*config.eos_token_id, tokenizer.eos_token_id} - {None}]
 
 
 def prompt_tokens(tokenizer, line, args):
     """Return the tokens of a line's "prompt", a text or messages, up to where an answer begins:
-    (N,) int64. Raise ValueError if there are more than --length."""
+    (N,) int64. Raise ValueError if there are more than --length, or if the chat template leaves out
+    one of the messages."""
     messages = line["prompt"]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    messages = [with_text(message) for message in messages]
-    options = {"chat_template": template_of(tokenizer), "tokenize": False}
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    chat = Chat(tokenizer, [with_text(message) for message in messages], line.get("tools"))
+    text = chat.prompt()
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(tokens) > args.length:
         raise ValueError(f"{len(tokens)} tokens, more than --length")
@@ -73,17 +76,16 @@ class Draw(LogitsProcessor):
 def complete(model, prompts, numbers, args):
     """Return the completions of prompts, (B, N) int64 in, (B, T) int64 out, with -100 behind the
     end, and their texts. They are drawn by `numbers`, (B, T), or greedy without them."""
-    tokenizer = tokenizer_of(args.base)
-    end = tokenizer.eos_token_id
+    tokenizer, ends = tokenizer_and_ends(args.base, args.chat_template)
     # Without what the base's own configuration adds: it would not be the policy's probability.
     config = GenerationConfig(max_new_tokens=args.new_tokens, do_sample=False, num_beams=1)
-    config.update(repetition_penalty=1.0, eos_token_id=end, pad_token_id=end)
+    config.update(repetition_penalty=1.0, eos_token_id=ends, pad_token_id=ends[0])
     mask = (prompts != -100).long()
     inputs = {"input_ids": prompts.clamp(min=0), "attention_mask": mask}
     drawn = [] if numbers is None else [Draw(numbers, args.temperature)]
     tokens = generate(model, **inputs, generation_config=config, logits_processor=drawn)
     tokens = tokens[:, prompts.shape[1] :]
-    ends = tokens == end
+    ends = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
     tokens = tokens.masked_fill(ends.cumsum(1) > ends.long(), -100)
     texts = [tokenizer.decode(x[x != -100], skip_special_tokens=True) for x in tokens.cpu()]
     return tokens, texts
