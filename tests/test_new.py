@@ -97,7 +97,7 @@ def test_what_a_copy_does_not_use_is_removed(make, tmp_path):
     for name in ("ImageTensors", "cifar10", "synthetic_images", "CIFAR-10", "import F\n", "--stem"):
         assert name in REFERENCE.read_text() or name == "import F\n"
         assert name not in text
-    assert "def warm_up(" in text
+    assert "def before_first_step(" in text
     make("new", "gan.py", "gan")  # it keeps the recipe's `add_flags`
     assert '"--data"' in (text := (tmp_path / "gan.py").read_text()) and '"--stem"' not in text
 

@@ -21,8 +21,8 @@ WITH_BLOCK = [REFERENCE, *COPIES]
 ALL = {"add_technique_flags", "train_step", "main"}
 OWN = {
     "amp_cifar": ALL,
-    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "warm_up"},
-    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "warm_up"},
+    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "before_first_step"},
+    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "before_first_step"},
 }
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
