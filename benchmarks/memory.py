@@ -31,7 +31,9 @@ from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 MARGIN = 2**31  # for CUDA, NCCL, cuDNN, cuBLAS, fragmentation, a data set on the GPU
@@ -80,6 +82,15 @@ class Counter(MemTracker):
         pass
 
     _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+
+
+def uncounted(propagator, operation, infer=ShardingPropagator._propagate_tensor_meta_non_cached):
+    """Infer shapes as DTensor does, on fake tensors of whole, unsharded parameters."""
+    with _disable_current_modes():
+        return infer(propagator, operation)
+
+
+ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
 
 
 @dataclass
