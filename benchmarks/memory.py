@@ -31,7 +31,9 @@ from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 MARGIN = 2**31  # for CUDA, NCCL, cuDNN, cuBLAS, fragmentation, a data set on the GPU
@@ -95,6 +97,15 @@ class Counter(MemTracker):
         if func is torch.ops.aten.nonzero.default:
             return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def uncounted(propagator, operation, infer=ShardingPropagator._propagate_tensor_meta_non_cached):
+    """Infer shapes as DTensor does, on fake tensors of whole, unsharded parameters."""
+    with _disable_current_modes():
+        return infer(propagator, operation)
+
+
+ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
 
 
 @dataclass
