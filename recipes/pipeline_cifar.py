@@ -548,7 +548,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure fef52f669b8f: identical in all recipes, edit only above it
+# ================= shared infrastructure b884be87ebc3: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1489,10 +1489,8 @@ def positive(kind):
 def parse_args(description, *declarations):
     """Return the parsed flags: those of all recipes, and those that each of `declarations` adds,
     which may change the defaults of earlier ones, or declare them anew."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=layout, conflict_handler="resolve"
-    )
+    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(description=description, conflict_handler="resolve", **layout)
     parser.error = exit_with_error
     add = parser.add_argument
     whole = positive(int)
@@ -1547,8 +1545,7 @@ def lock_output_directory(directory):
 
 def exit_if_config_is_ignored(precision):
     """Exit with an error if the launcher was told to do something that this recipe would ignore."""
-    mixed_precision = "no" if precision == "fp32" else precision
-    supported = {"MIXED_PRECISION": mixed_precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
+    supported = {"MIXED_PRECISION": precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
     for name in (*UNSUPPORTED, *supported):
         value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
         if value not in ("no", "false", supported.get(name)):  # it would be ignored
@@ -1565,14 +1562,12 @@ def choose_device(args):
         torch.cuda.init()  # before, torch counts GPUs of which a process has one part (MIG)
         gpus = torch.cuda.device_count()
     are_hidden = any(os.environ.get(name) in ("", "-1") for name in visible)
-    has_driver = any(os.path.exists(x) for x in ("/dev/nvidia0", "/dev/kfd"))
-    has_driver = has_driver or shutil.which("nvidia-smi")
-    if has_driver and not (gpus or are_hidden):
+    drivers = ("/dev/nvidia0", "/dev/kfd", shutil.which("nvidia-smi") or "")
+    if any(map(os.path.exists, drivers)) and not (gpus or are_hidden):
         remedy = "update the driver, or install torch's build for CUDA or ROCm; or add --cpu"
         exit_with_error(f"torch cannot use the GPUs: {remedy}")
-    unused = gpus - LOCAL_WORLD_SIZE
-    if unused > 0 and LOCAL_RANK == 0:
-        log_line(f"{unused} of {gpus} GPUs are not used: start one process per GPU")
+    if gpus > LOCAL_WORLD_SIZE and LOCAL_RANK == 0:
+        log_line(f"{gpus - LOCAL_WORLD_SIZE} of {gpus} GPUs are unused: start one process per GPU")
     if gpus:
         device = LOCAL_RANK % gpus  # a launcher may show each rank its own GPU alone
         os.environ["LOCAL_RANK"] = str(device)  # read by Accelerate
@@ -1597,7 +1592,7 @@ def join_process_group(args, gpus):
     store.set_timeout(TIMEOUT)
     if of_launcher:  # it keeps the addresses of processes that died before a restart
         store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    if gpus and LOCAL_WORLD_SIZE > 1:
+    if 0 < gpus < LOCAL_WORLD_SIZE:  # right, if each process sees its own
         if store.add(str(torch.cuda.get_device_properties().uuid), 1) > 1:
             problem = f"{LOCAL_WORLD_SIZE} processes, {gpus} GPU(s)"
             exit_with_error(f"{problem}: start one per GPU, or add --cpu")

@@ -129,7 +129,7 @@ def test_gpus_that_are_not_used_are_told_once(start, capfd):
     for rank in ("0", "1"):
         processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": rank}
         start(environment=processes, sees=2, **{**TWO_GPUS, "device_count": 4})
-    said = "2 of 4 GPUs are not used: start one process per GPU"
+    said = "2 of 4 GPUs are unused: start one process per GPU"
     assert capfd.readouterr().err.count(said) == 1
 
 
