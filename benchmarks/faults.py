@@ -32,14 +32,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from datetime import date
 from itertools import count
 from pathlib import Path
 
 import psutil
 import torch
-from bench import VERSIONS, commit, hardware
+from bench import GPUS
 from check import MEASURED, TORCHRUN, error_of
+from machine import describe
 
 # moment: (the function in which rank 0 waits, the highest number of its call, seconds after it)
 MOMENTS = {
@@ -341,9 +341,7 @@ def main():
         signal.signal(number, lambda *_: sys.exit(130))
     directory = args.output_dir / args.copy.stem
     shutil.rmtree(directory, ignore_errors=True)
-    content = {"date": str(date.today()), "command": sys.argv[1:], "commit": commit()}
-    gpus = 0 if "--cpu" in args.flags else torch.cuda.device_count()
-    content |= {"hardware": hardware(gpus), "python": sys.version.split()[0], "versions": VERSIONS}
+    content = describe(0 if "--cpu" in args.flags else GPUS)
     rows = content["faults"] = []
     try:
         disturb(args, directory, rows)

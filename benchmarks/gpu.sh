@@ -1,45 +1,48 @@
 #!/usr/bin/env bash
-# Measure one GPU in a quarter of an hour, the most valuable first, into runs/gpu:
+# Try NCCL on one GPU, and measure it, in half an hour, the most valuable first, into runs/gpu:
 #
 #     CIFAR10_DIR=data bash benchmarks/gpu.sh
+#     bash benchmarks/gpu.sh nccl     # this step alone, or several
 #     bash benchmarks/gpu.sh --dry    # the same commands on a CPU, with little work
 #
 # CIFAR10_DIR has cifar-10-batches-py; without it, images are synthetic. Needs `pip install
-# '.[test,lint]'`, and then no network. OUT= names another folder, PYTHON= another interpreter,
-# STEPS="new fast" some of the steps. Each has a limit in seconds. Its output is in NAME.txt;
-# steps.txt has exit codes and seconds.
+# '.[test,lint]'`, and then no network. OUT= names another folder, PYTHON= another interpreter. A
+# step has a limit in seconds. Its output is in NAME.txt; steps.txt has exit codes and seconds. Exit
+# status 1: a step failed.
 # shellcheck disable=SC2086  # flags are words
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-TOOLS=$PWD/tools OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
+OUT=$(realpath -m "${OUT:-runs/gpu}") PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 DATA="--data synthetic" SLOW=1
 [ -n "${CIFAR10_DIR:-}" ] && DATA="--data cifar10 --data-dir $CIFAR10_DIR"
 FAST="$DATA --epochs 50 --compile --log-every 100 --checkpoint-every 500"
 SHORT="--data synthetic --max-steps 90 --log-every 30 --precision bf16" SIZES="128 512"
-SHAPE="'hidden_size': 2048, 'num_hidden_layers': 16, 'head_dim': 64, 'num_key_value_heads': 8"
-BENCH="--rounds 1 --steps 30 --minutes 4" TESTS="-q -n 4"
-CHATS="--batch-size 4 --length 1024 --max-steps 20 --log-every 5 --precision bf16"
+BENCH="--rounds 1 --steps 30 --minutes 4" TESTS="-q -n 4" NCCL=
 if [ "${1:-}" = --dry ]; then
+    shift
     export TORCH_COMPILE_DISABLE=1 TESTS=--collect-only
     FAST="--cpu --data synthetic --model simple_cnn --max-steps 2 --log-every 1 --precision bf16"
-    SHORT=$FAST SIZES=8 SLOW=10 CHATS="--batch-size 2 --length 16 --max-steps 2 --log-every 1 --cpu"
-    SHAPE="'hidden_size': 64, 'num_hidden_layers': 1, 'num_attention_heads': 2"
+    SHORT=$FAST SIZES=8 SLOW=10 NCCL="--cpu --cases ddp-2"
     BENCH="--rounds 1 --steps 1 --batch-size 8 --model simple_cnn --processes 1"
 fi
+STEPS=$* FAILED=0
 step() {  # step NAME LIMIT COMMAND
     [[ " ${STEPS:-$1} " = *" ${1%% *} "* ]] || return 0
-    local began=$SECONDS
-    timeout --kill-after 30 $(($2 * SLOW)) "${@:3}" > "$OUT/$1.txt" 2>&1
-    echo "$1: exit code $?, $((SECONDS - began)) s" | tee -a "$OUT/steps.txt"
+    local began=$SECONDS code=0
+    timeout --kill-after 30 $(($2 * SLOW)) "${@:3}" > "$OUT/$1.txt" 2>&1 || code=$? FAILED=1
+    echo "$1: exit code $code, $((SECONDS - began)) s ($OUT/$1.txt)" | tee -a "$OUT/steps.txt"
 }
 train() {  # train NAME LIMIT COPY FLAGS
     step "$1" "$2" "$PYTHON" "$OUT/$3.py" --output-dir "$OUT/$1" "${@:4}"
 }
 mkdir -p "$OUT"
-for example in fast_cifar "fast_cifar ema" sft; do
+step nccl 590 "$PYTHON" benchmarks/nccl.py --output-dir "$OUT/nccl" $NCCL
+step nccl-one-machine 300 "$PYTHON" benchmarks/nccl.py --output-dir "$OUT/nccl-one-machine" \
+    --one-machine --cases ddp-2 sharded-2 pipeline-2 killed replicas-4 1f1b-4 $NCCL
+for example in fast_cifar "fast_cifar ema"; do
     step "new $example" 20 "$PYTHON" tools/new.py new "$OUT/${example/ /_}.py" --recipe amp --with $example
 done
-step tests 180 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
+step tests 300 "$PYTHON" -m pytest $TESTS tests/test_gpu.py
 # 500 divides the test set: a smaller last batch would be compiled, too.
 train fast 240 fast_cifar $FAST --batch-size 500 --evaluate-every 500
 step bench 250 "$PYTHON" benchmarks/bench.py $BENCH --output-dir "$OUT/bench" --recipes plain_ddp \
@@ -48,13 +51,5 @@ for value in True False; do
     sed "s/\(cudnn.benchmark = \).*/\1$value/" recipes/amp_cifar.py > "$OUT/$value.py"
     for size in $SIZES; do train "cudnn-$value-$size" 40 $value $SHORT --batch-size "$size"; done
 done
-(cd "$OUT" && step chats 90 "$PYTHON" -c "
-import json, runpy, sys, transformers
-sys.argv = ['toy.py', 'chats']
-runpy.run_path('$TOOLS/toy.py', run_name='__main__')
-shape = {'vocab_size': 128256, 'intermediate_size': 8192, 'tie_word_embeddings': True, $SHAPE}
-transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained('toy/llama')
-chat = [{'role': x, 'content': 'word ' * n} for x, n in (('user', 1), ('assistant', 1024))]
-open('chats.jsonl', 'w').write((json.dumps({'messages': chat}) + '\n') * 200)")
-train sft 120 sft $CHATS --base "$OUT/toy/llama" --chats "$OUT/chats.jsonl"
 train fast-ema 240 fast_cifar_ema $FAST --batch-size 500 --evaluate-every 500
+exit "$FAILED"

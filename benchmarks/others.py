@@ -151,19 +151,22 @@ class Trials:
 
 
 def table(content):
-    """Return the table (Markdown): a row per test, a column per script. Two verdicts that differ
-    stand side by side."""
+    """Return the table (Markdown): of each test a row per verdict, with the scripts that had it. Two
+    verdicts of a script that differ stand side by side."""
     results = {name: content["results"][name] for name in SCRIPTS if name in content["results"]}
-    lines = [["", *results], ["---"] * (len(results) + 1)]
+    lines = [["test", "script", "result"], ["---"] * 3]
     for name, title in TESTS.items():
-        rounds = [tests.get(name, []) for tests in results.values()]
-        once = [" (seen once)" * (len(verdicts) == 1) for verdicts in rounds]
-        cells = [" / ".join(dict.fromkeys(verdicts)) or "-" for verdicts in rounds]
-        lines.append([title, *map("".join, zip(cells, once, strict=True))])
-    lines.append(["lines", *(str(content["lines"][name]) for name in results)])
+        scripts = {}
+        for script, tests in results.items():
+            once = " (seen once)" * (len(tests.get(name, [])) == 1)
+            verdict = " / ".join(dict.fromkeys(tests.get(name, []))) or "-"
+            scripts.setdefault(verdict + once, []).append(script)
+        lines += [["", ", ".join(names), verdict] for verdict, names in scripts.items()]
+        lines[-len(scripts)][0] = title
+    counts = ", ".join(f"{name} {content['lines'][name]}" for name in results)
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
-    text += f"\n- {content['hardware']}; {versions}.\n"
+    text += f"\n- Lines of code: {counts}.\n- {content['hardware']}; {versions}.\n"
     return text + f"- {content['date']}; commit {content['commit']}.\n"
 
 

@@ -23,7 +23,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -33,6 +32,7 @@ from pathlib import Path
 
 import torch
 from bench import ROOT, load
+from machine import free_port
 from safetensors.torch import load_file
 from torch import distributed, nn
 
@@ -183,15 +183,13 @@ def train(recipe, processes, batch, directory, flags, stop=False):
     replicas = processes // 2 if recipe == "pipeline" else processes
     words = [*FLAGS.split(), "--batch-size", batch // replicas, "--global-batch-size", batch]
     words = [str(x) for x in (*words, *flags)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     sys.stdout.flush()
     ranks = []
     for rank in range(processes):
         environment = {"OMP_NUM_THREADS": "1"}
         if processes > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
             environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
             environment["MASTER_ADDR"] = "127.0.0.1"
         pid = os.fork()

@@ -16,7 +16,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from machine import free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
@@ -39,10 +39,7 @@ class Ranks:
     def __init__(self, script, words, processes, directory, cwd, out, **plan):
         self.directory, self.out = directory, out  # of the notes, of the script's files
         directory.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
         self.pids = []
         for rank in range(processes):

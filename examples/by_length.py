@@ -5,9 +5,9 @@
     python tools/toy.py text
     torchrun --standalone --nproc_per_node 2 mine.py --text toy/text.txt --batch-size 64 --epochs 1
 
-Needs `pip install transformers`. The bytes of a line are its tokens, at most --length + 1 of them.
-The first tenth of the lines is the test set. The order puts lines of similar lengths into the same
-global batch: so little of a batch is padding, and no process waits for another with longer lines.
+The bytes of a line are its tokens, at most --length + 1 of them. The first tenth of the lines is
+the test set. The order puts lines of similar lengths into the same global batch: so little of a
+batch is padding, and no process waits for another with longer lines.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

@@ -10,10 +10,9 @@ With a model of the Hub and your own captions.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base openai/clip-vit-base-patch32
 
-Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. An
-image's path is relative to the folder of --captions. Every tenth line, but at most 5,000 of them,
-is in the test set. A training image is cropped at random, to nine tenths of its area or more, and
-never mirrored: a caption may say "left".
+The toy model has random weights: --lr is higher for it. An image's path is relative to the folder
+of --captions. Every tenth line, but at most 5,000 of them, is in the test set. A training image is
+cropped at random, to nine tenths of its area or more, and never mirrored: a caption may say "left".
 
 The negatives of a pair are all others of the global batch, on all processes and in all
 microbatches. Set its size by --global-batch-size: then any number of processes and any --batch-size

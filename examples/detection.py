@@ -7,8 +7,8 @@
         --test toy/boxes/test toy/boxes/test.json --resnet 18 --norm group --size 96 \\
         --epochs 4 --batch-size 4
 
-Needs `pip install pycocotools`. For COCO: --train train2017 annotations/instances_train2017.json.
-To begin from pretrained weights, which is usual, save them once, and name the file by --weights:
+For COCO: --train train2017 annotations/instances_train2017.json. To begin from pretrained weights,
+which is usual, save them once, and name the file by --weights:
 torch.save(torchvision.models.detection.fcos_resnet50_fpn(weights="DEFAULT").state_dict(),
 "fcos.pt"). With other --classes than 91, only the last layer is not loaded. BatchNorm and the first
 blocks are frozen; for random weights, which train slowly, choose --norm group.

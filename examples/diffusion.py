@@ -81,7 +81,7 @@ def compute_loss(model, batch, args):
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate, whose peak is `--lr`
     at any batch size."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR  # warm-up, then decay
     return optimizer, schedule(optimizer, peaks, total_steps + 1, cycle_momentum=False)

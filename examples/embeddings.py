@@ -10,11 +10,10 @@ With a model of the Hub and your own pairs.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
 
-Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. The names
-in a line are those of sentence-transformers: "anchor", "positive", and perhaps "negative", one text
-or several ("negative_1", ...) that are near and wrong. Texts are taken as they are: if --base
-expects a prompt such as "query: ", put it there. Every tenth line, but at most 5,000 of them, is in
-the test set.
+The toy model has random weights: --lr is higher for it. The names in a line are those of
+sentence-transformers: "anchor", "positive", and perhaps "negative", one text or several
+("negative_1", ...) that are near and wrong. Texts are taken as they are: if --base expects a prompt
+such as "query: ", put it there. Every tenth line, but at most 5,000 of them, is in the test set.
 
 The loss is symmetric: an anchor has to find its positive among all positives and negatives of the
 global batch, on all processes and in all microbatches, and a positive its anchor among all anchors.

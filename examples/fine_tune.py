@@ -10,9 +10,9 @@ With a model of the Hub and your own text.txt:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M
 
-Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. Weights
-saved in bf16 are trained in fp32, or small updates would be rounded away. `from_pretrained` loads
-model.safetensors of a run from a directory with the other files of --base.
+The toy model has random weights: --lr is higher for it. Weights saved in bf16 are trained in fp32,
+or small updates would be rounded away. `from_pretrained` loads model.safetensors of a run from a
+directory with the other files of --base.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

@@ -13,11 +13,11 @@ train.tsv and test.tsv:
     torchrun --standalone --nproc_per_node 2 mine.py --base openai/whisper-small \\
         --language english --lr 1e-5
 
-Needs `pip install transformers`. The toy models have random weights: --lr is higher for them. Wav
-files have 16 bits and 16 kHz. A line of a list has the path of a file, relative to the list's
-folder, a tab, and the text. The tokenizer of --base needs the characters of all texts: many have
-capitals alone. Every token counts once. too_short is the share of tokens whose utterance is too
-short for CTC: they teach nothing. The convolutions of wav2vec2 are not trained.
+The toy models have random weights: --lr is higher for them. Wav files have 16 bits and 16 kHz. A
+line of a list has the path of a file, relative to the list's folder, a tab, and the text. The
+tokenizer of --base needs the characters of all texts: many have capitals alone. Every token counts
+once. too_short is the share of tokens whose utterance is too short for CTC: they teach nothing. The
+convolutions of wav2vec2 are not trained.
 
 test_wer and test_cer are the shares of wrong words and characters of the whole test set, by greedy
 decoding. `transformers.pipeline("automatic-speech-recognition", "runs/mine")` transcribes, Whisper

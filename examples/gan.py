@@ -64,7 +64,7 @@ def compute_loss(model, batch, args):
 def make_optimizer(model, args, total_steps):
     """Return the optimizer of both players, and the schedule: a constant rate, `--lr`."""
     # Also the default of --lr is that of DCGAN (Radford et al. 2015, arXiv:1511.06434).
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.5, 0.999))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.5, 0.999), fused=True)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 

@@ -10,12 +10,12 @@ With a model of the Hub and your own prompts.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-Needs `pip install transformers jinja2`. The toy model has random weights: --lr is higher for it.
-Each line of --prompts has a "prompt", a text or messages, and what `reward` reads: replace that
-function. The last tenth is the test set, with one completion of a prompt, greedy. Each other prompt
-gets --group completions, which are drawn by random numbers of this prompt and epoch. So any number
-of processes, any --batch-size and a resumed run train on the same ones. A completion ends with the
-tokenizer's eos_token. Dropout is off.
+The toy model has random weights: --lr is higher for it. Each line of --prompts has a "prompt", a
+text or messages, and what `reward` reads: replace that function. The last tenth is the test set,
+with one completion of a prompt, greedy. Each other prompt gets --group completions, which are drawn
+by random numbers of this prompt and epoch. So any number of processes, any --batch-size and a
+resumed run train on the same ones. A completion ends with the tokenizer's eos_token. Dropout is
+off.
 
 Completions are made in each step by the model of that step (on-policy), so no ratio is clipped. The
 loss is the mean over completions, as in the paper, or, by --mean-over tokens, over all tokens

@@ -5,9 +5,9 @@
     python tools/toy.py text
     torchrun --standalone --nproc_per_node 2 mine.py --text toy/text.txt --epochs 1 --batch-size 16
 
-Needs `pip install transformers`. The bytes of the file are the tokens, and its last tenth is the
-test set. Every token counts once, however a batch is divided: "weight" is the number of a
-sequence's tokens. At the end, Accelerate prints "Removed shared tensor": the weights are tied.
+The bytes of the file are the tokens, and its last tenth is the test set. Every token counts once,
+however a batch is divided: "weight" is the number of a sequence's tokens. At the end, Accelerate
+prints "Removed shared tensor": the weights are tied.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -61,7 +61,7 @@ def compute_loss(model, batch, args):
 def make_optimizer(model, args, total_steps):
     """Return the optimizer, and the schedule of its learning rate, whose peak is `--lr`
     at any batch size."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peaks, total_steps + 1, anneal_strategy="linear", cycle_momentum=False

@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: each linear layer and convolution gets two small matrices (peft). Only these are trained.
 
-Needs `pip install peft`. Checkpoints and model.safetensors hold the trained parameters and the
-buffers alone. At the end peft's `PeftModel.from_pretrained(model, "runs/mine/adapter")` loads the
-adapter. If the model is from a `from_pretrained` of transformers, adapter_config.json names its
-source, and `from_pretrained("runs/mine/adapter")` loads both. --weights names weights of the whole
-model, to begin with: then adapter_config.json names no source. A head with one of the names in
-`HEADS` is trained and saved as a whole: edit it if yours has another name. nn.MultiheadAttention,
-such as in vit, is not adapted. To train other layers, or to make the matrices larger, edit
-`lora_config`.
+Checkpoints and model.safetensors hold the trained parameters and the buffers alone. At the end
+peft's `PeftModel.from_pretrained(model, "runs/mine/adapter")` loads the adapter. If the model is
+from a `from_pretrained` of transformers, adapter_config.json names its source, and
+`from_pretrained("runs/mine/adapter")` loads both. --weights names weights of the whole model, to
+begin with: then adapter_config.json names no source. A head with one of the names in `HEADS` is
+trained and saved as a whole: edit it if yours has another name. nn.MultiheadAttention, such as in
+vit, is not adapted. To train other layers, or to make the matrices larger, edit `lora_config`.
 
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """

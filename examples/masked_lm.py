@@ -10,12 +10,12 @@ With a model of the Hub and your own train.txt and test.txt:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base google-bert/bert-base-uncased
 
-Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. The
-tokens of all lines, with those that the tokenizer adds, are cut into sequences of --length; a
-shorter last one is left out. Of the tokens, --masked are to be predicted: 80% of these are replaced
-by the mask, 10% by a random token. A sequence's masks are a function of (seed, epoch, sequence),
-and in evaluations of the sequence alone. Every masked token counts once. Without lora,
-`transformers.pipeline("fill-mask", "runs/mine")` fills masks.
+The toy model has random weights: --lr is higher for it. The tokens of all lines, with those that
+the tokenizer adds, are cut into sequences of --length; a shorter last one is left out. Of the
+tokens, --masked are to be predicted: 80% of these are replaced by the mask, 10% by a random token.
+A sequence's masks are a function of (seed, epoch, sequence), and in evaluations of the sequence
+alone. Every masked token counts once. Without lora, `transformers.pipeline("fill-mask",
+"runs/mine")` fills masks.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

@@ -6,9 +6,9 @@
     torchrun --standalone --nproc_per_node 2 mine.py --mix toy/text.txt:3 toy/code.txt:1 \\
         --batch-size 16 --epochs 1
 
-Needs `pip install transformers`. Here three of four sequences are of text.txt, in any part of an
-epoch, which has as many as all texts together: a short text comes several times, and of a long one
-each epoch takes another part. The last tenth of each text is test data, which is not weighted.
+Here three of four sequences are of text.txt, in any part of an epoch, which has as many as all
+texts together: a short text comes several times, and of a long one each epoch takes another part.
+The last tenth of each text is test data, which is not weighted.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

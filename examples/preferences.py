@@ -10,10 +10,10 @@ With a model of the Hub and your own pairs.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-Needs `pip install transformers jinja2`. The loss is that of Rafailov et al. 2023, arXiv:2305.18290.
-In each line of --pairs, "chosen" and "rejected" are texts or lists of messages, which may repeat
-the prompt or its end. "prompt" is a text or a list of messages. The last tenth is the test set.
-A log-probability is the sum over the answers' tokens, without the messages that both begin with.
+The loss is that of Rafailov et al. 2023, arXiv:2305.18290. In each line of --pairs, "chosen" and
+"rejected" are texts or lists of messages, which may repeat the prompt or its end. "prompt" is a
+text or a list of messages. The last tenth is the test set. A log-probability is the sum over the
+answers' tokens, without the messages that both begin with.
 
 The reference is the model before its first step; with lora it is --base. A new run first computes
 the reference's log-probabilities of all answers, in one pass, and saves them in its checkpoints. So

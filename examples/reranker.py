@@ -11,11 +11,11 @@ With a model of the Hub and your own train.jsonl and test.jsonl, with labels:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base microsoft/MiniLM-L12-H384-uncased
 
-Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. Files are
-JSON lines, CSV or Parquet; --query, --document and --label are their columns. A label is a number
-from 0 to 1. With --negatives N there are no labels: each row is a relevant pair, and N documents of
-other queries are drawn for its query, in training others in each epoch. test_ndcg_at_10 and
-test_mrr are means over the queries of the test set. The loss is the binary cross-entropy.
+The toy model has random weights: --lr is higher for it. Files are JSON lines, CSV or Parquet;
+--query, --document and --label are their columns. A label is a number from 0 to 1. With --negatives
+N there are no labels: each row is a relevant pair, and N documents of other queries are drawn for
+its query, in training others in each epoch. test_ndcg_at_10 and test_mrr are means over the queries
+of the test set. The loss is the binary cross-entropy.
 
 Without lora, `CrossEncoder("runs/mine")` of sentence-transformers loads a run: its `predict`
 returns the probability that a document is relevant.

@@ -54,7 +54,7 @@ def make_two_optimizers(model, args, total_steps):
     others = [x for x in model.parameters() if x not in {*matrices}]
     options = {"lr": args.lr, "weight_decay": 0.1}
     muon = torch.optim.Muon([{"params": matrices}], adjust_lr_fn="match_rms_adamw", **options)
-    adamw = torch.optim.AdamW([{"params": others}], **options)
+    adamw = torch.optim.AdamW([{"params": others}], fused=True, **options)
     optimizer = TwoOptimizers(muon, adamw)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(

@@ -13,11 +13,11 @@ With a model of the Hub and your own train.csv and test.csv:
         --prefix "summarize: " --train train.csv --test test.csv --source document \\
         --target summary --score rouge
 
-Needs `pip install transformers sacrebleu rouge-score`. The toy model has random weights: --lr is
-higher for it. Files are JSON lines, CSV or Parquet; --source and --target are their columns. Every
-token of a target counts once. In evaluations the model generates a target for each test source, by
---beams and with at most --new-tokens tokens. --score bleu compares them with the whole true targets
-by sacrebleu, --score rouge by rouge-score, with stemming. All scores are from 0 to 100.
+The toy model has random weights: --lr is higher for it. Files are JSON lines, CSV or Parquet;
+--source and --target are their columns. Every token of a target counts once. In evaluations the
+model generates a target for each test source, by --beams and with at most --new-tokens tokens.
+--score bleu compares them with the whole true targets by sacrebleu, --score rouge by rouge-score,
+with stemming. All scores are from 0 to 100.
 
 Without lora, AutoModelForSeq2SeqLM and AutoTokenizer load it by `from_pretrained("runs/mine")`.
 

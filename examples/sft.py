@@ -10,12 +10,11 @@ With a model of the Hub and your own chats.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-Needs `pip install transformers jinja2`. The toy model has random weights: --lr is higher for it.
-Each line of --chats has "messages", and may have "tools". The last tenth is the test set. Batches
-have chats of similar lengths, and every token of an answer counts once. Chats are cut at --length
-tokens. If the template marks answers, by {% generation %}, these are trained. If it writes the last
-answer otherwise than earlier ones, such as with its reasoning, each answer is a sample of its own,
-with the turns before it.
+The toy model has random weights: --lr is higher for it. Each line of --chats has "messages", and
+may have "tools". The last tenth is the test set. Batches have chats of similar lengths, and every
+token of an answer counts once. Chats are cut at --length tokens. If the template marks answers, by
+{% generation %}, these are trained. If it writes the last answer otherwise than earlier ones, such
+as with its reasoning, each answer is a sample of its own, with the turns before it.
 
 For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
 the tokenizer, config.json and generation_config.json, so that

@@ -5,11 +5,11 @@ r"""Train a small network on the columns of a Parquet or CSV file: a regression.
     python tools/toy.py table
     torchrun --standalone --nproc_per_node 2 mine.py --table toy/table.parquet --target y --epochs 5
 
-Needs `pip install pyarrow`. All columns are numbers. A random tenth of the rows is the test set,
-with --by-order the last tenth: for a time series, whose neighbours in time are alike. The other
-rows' mean and standard deviation normalise the columns. They are in columns.json in the output
-directory: a prediction is in standard deviations of the target, from its mean. So a loss of 0.1
-means that 90% of the target's variance is explained.
+All columns are numbers. A random tenth of the rows is the test set, with --by-order the last tenth:
+for a time series, whose neighbours in time are alike. The other rows' mean and standard deviation
+normalise the columns. They are in columns.json in the output directory: a prediction is in standard
+deviations of the target, from its mean. So a loss of 0.1 means that 90% of the target's variance is
+explained.
 
 Group: tables. Recipes: ddp, amp, pipeline, sharded.
 """

@@ -11,12 +11,11 @@ With a model of the Hub and your own train.jsonl and test.jsonl:
 
     torchrun --standalone --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
 
-Needs `pip install transformers`. The toy model has random weights: --lr is higher for it. --train
-and --test are JSON lines, CSV or Parquet; --text and --label are their columns. Labels are strings
-or integers. Each batch is padded to its longest text. test_macro_f1 is the mean F1 over the classes
-that occur in the test set or in its predictions. Tokenizer and config.json, with the names of the
-classes, are in the output directory: without lora, `transformers.pipeline("text-classification",
-"runs/mine")` uses the model.
+The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV or
+Parquet; --text and --label are their columns. Labels are strings or integers. Each batch is padded
+to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the test set or in
+its predictions. Tokenizer and config.json, with the names of the classes, are in the output
+directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the model.
 
 Group: language. Recipes: ddp, amp, sharded.
 """

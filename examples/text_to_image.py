@@ -11,13 +11,13 @@ With a model of the Hub and your own folder of images:
     torchrun --standalone --nproc_per_node 2 mine.py \\
         --base stable-diffusion-v1-5/stable-diffusion-v1-5
 
-Needs `pip install diffusers transformers`. The toy model has random weights: --lr is higher for it;
-with lora 1e-4 is usual. Each line of metadata.jsonl has a "file_name" and a "text", as in an image
-folder of datasets. Every tenth is in the test set. Images are scaled and cropped to --size, and
-encoded before the first step, by the main process: their latents and the embeddings of the captions
-are in a file in --output-dir, 370 KB for each image of 512 pixels. Noise and times are a function
-of (seed, epoch, image), the same on any number of processes, and in each evaluation. Each
-evaluation makes samples-STEP.png, four images of --prompt.
+The toy model has random weights: --lr is higher for it; with lora 1e-4 is usual. Each line of
+metadata.jsonl has a "file_name" and a "text", as in an image folder of datasets. Every tenth is in
+the test set. Images are scaled and cropped to --size, and encoded before the first step, by the
+main process: their latents and the embeddings of the captions are in a file in --output-dir, 370 KB
+for each image of 512 pixels. Noise and times are a function of (seed, epoch, image), the same on
+any number of processes, and in each evaluation. Each evaluation makes samples-STEP.png, four images
+of --prompt.
 
 With lora, `StableDiffusionPipeline.from_pretrained(base).load_lora_weights("runs/mine")` loads the
 adapter. Without it all of the U-Net is trained, and `from_pretrained(base, unet=

@@ -91,7 +91,7 @@ def make_optimizer(model, args, total_steps):
         decays = name.endswith("weight") and parameter.dim() > 1
         groups[depth_of(name, args.layers), 0.05 if decays else 0.0]["params"].append(parameter)
     listed = [{**group, "weight_decay": decay} for (_, decay), group in groups.items()]
-    optimizer = torch.optim.AdamW(listed)
+    optimizer = torch.optim.AdamW(listed, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peaks, total_steps + 1, anneal_strategy="cos", cycle_momentum=False

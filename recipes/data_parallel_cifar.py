@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2"]
+# ///
 """The baseline: ResNet-50 on CIFAR-10 with torch.nn.DataParallel, one process for all GPUs.
 
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/data_parallel_cifar.py

@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "torchvision>=0.26", "accelerate>=1.10", "numpy>=2", "rich>=13"]
+# ///
 """Fully sharded data parallelism: the model sharded over all processes (FSDP2).
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py
@@ -50,6 +54,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -108,8 +113,8 @@ def compute_loss(model, batch, args):
 
 
 def test_metrics(outputs, args):
-    """Return {"your metric": number} of the whole test set, for metrics that are no means over
-    samples. `outputs` has one item per sample, in the order of the test set: an object, or a row of
+    """Return {"your metric": number} of the whole test set, for metrics that are not per-sample
+    means. `outputs` has one item per sample, in the order of the test set: an object, or a row of
     the tensor, that `compute_loss` returns as "outputs". Replace this."""
     return {}
 
@@ -138,7 +143,7 @@ def train_step(run, model, optimizer, scheduler, microbatches):
         number = index * accelerator.num_processes + accelerator.process_index
         seed_rng(args.seed, run.step, number)
         with accelerator.accumulate(model):  # averages gradients in the last microbatch
-            values, _ = validate_values(compute_loss(model, batch, args))
+            values, _ = split_values(compute_loss(model, batch, args))
             accelerator.backward((values["loss"] * values.get("weight", 1)).mean())
         step_values.append(values)
     divide_by_mean_weight(accelerator, model, step_values)
@@ -155,28 +160,17 @@ def train_step(run, model, optimizer, scheduler, microbatches):
 
 @torch.no_grad()
 def evaluate(run, model, loader):
-    """Return {"test_loss": mean, ...} over the test set. A signal ends the run after a batch."""
-    accelerator = run.accelerator
-    loader.set_epoch(0)  # the same random transforms in each evaluation
-    modes = {module: module.training for module in model.modules()}  # a frozen one may be in eval
-    model.eval()
+    """Return {"test_loss": mean, ...} over the test set. Each sample counts once."""
     utils.broadcast(list(model.buffers()))  # in place: BatchNorm's statistics of rank 0
     sums = 0
-    gathered = []
-    for index, batch in enumerate(loader):
-        number = index * accelerator.num_processes + accelerator.process_index
-        seed_rng("evaluation", number)
-        values, outputs = validate_values(compute_loss(model, batch, run.args))
-        left = len(loader.dataset) - number * loader.batch_sampler.batch_size
-        sums += sample_rows(values)[: max(0, left)].sum(0)  # without a rank's whole filling batch
-        if outputs is not None:
-            gathered += gather_outputs(run, outputs)
-        run.exit_if_stopped()
+    outputs = []
+    for batch, samples in run.test_batches(model, loader):
+        values, rows = split_values(compute_loss(model, batch, run.args))
+        sums += sample_rows(values)[:samples].sum(0)
+        outputs += gather_outputs(run, rows)
     model.reshard()  # FSDP keeps the root's parameters unsharded for a backward pass
-    for module, mode in modes.items():
-        module.training = mode
-    results = means(values, accelerator.reduce(sums), len(loader.dataset))
-    results |= run.on_main_process(test_metrics, gathered[: len(loader.dataset)], run.args)
+    results = means(values, run.accelerator.reduce(sums), len(loader.dataset))
+    results |= run.on_main_process(test_metrics, outputs[: len(loader.dataset)], run.args)
     return {f"test_{name}": float(value) for name, value in results.items()}
 
 
@@ -192,13 +186,13 @@ def main():
     # Not the model: that would add DDP. Not the scheduler: it would advance once per process.
     optimizer = accelerator.prepare(optimizer)
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run.resume(states, partial(warm_up, run, model, train_loader))
+    run.resume(states, partial(before_first_step, run, model, train_loader))
     for microbatches in run.steps():
-        if microbatches:
+        if microbatches is not None:
             values, grad_norm = train_step(run, model, optimizer, scheduler, microbatches)
             run.log_save_or_stop(values, grad_norm)
         if run.evaluation_due:
-            run.log_evaluation(evaluate(run, model, test_loader))
+            run.metrics.write("evaluation", evaluate(run, model, test_loader))
     run.finish()
 
 
@@ -363,18 +357,15 @@ def checkpoint_activations(unit):
     )
 
 
-def warm_up(run, model, _):
-    """Before each forward pass, tell FSDP when to sum gradients, and broadcast buffers as DDP does:
-    not BatchNorm's, which training does not read."""
-    batchnorm = nn.modules.batchnorm._BatchNorm
-    others = [module for module in model.modules() if not isinstance(module, batchnorm)]
+def before_first_step(run, model, _):
+    """Before each forward pass, tell FSDP when to sum gradients, and broadcast buffers."""
 
     def prepare_pass(*_):
         # Otherwise each rank has its own whole gradients until a step's last microbatch.
         sync = run.args.sync_each_batch or run.accelerator.sync_gradients
         model.set_requires_gradient_sync(sync)
-        if model.training:  # listed here, since a module may replace its buffers
-            utils.broadcast([x for module in others for x in module.buffers(recurse=False)])
+        if model.training:
+            utils.broadcast(training_buffers(model))  # listed here: a module may replace its own
 
     model.register_forward_pre_hook(prepare_pass)
 
@@ -438,7 +429,7 @@ def read_folder(checkpoints, path):
         checkpoint = read_file(path / "run.pt")
         checksums = checkpoint["checksums"]
         if checksums.keys() != {file.name for file in path.glob("*.safetensors")}:
-            raise ValueError("it has not the files that were written")
+            raise ValueError("its files are not those that were written")
         for name in sorted(checksums)[RANK::WORLD_SIZE]:
             if checksum(path / name) != checksums[name]:
                 raise ValueError(f"{name} is damaged, or not of this checkpoint")
@@ -637,7 +628,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 633534c83bf5: identical in all recipes, edit only above it
+# ================= shared infrastructure cd796d428504: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -650,7 +641,7 @@ RANK_AND_HOST = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
 UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
 TIMEOUT = timedelta(hours=6)  # of collectives. The Watcher ends a run that hangs
-LAUNCHER_TIMEOUT = timedelta(minutes=1)  # of a connection to its store, which is there first
+LAUNCHER_TIMEOUT = timedelta(minutes=1)  # to connect to its store, which exists before the ranks
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -658,14 +649,16 @@ class Run:
     """A training run: its Accelerator and flags, and what is counted, logged, saved and watched
     around its steps. Results depend on the order in which its methods do things.
 
-    `handlers` are Accelerate's. A global batch is divided among `replicas` of the model, and into
-    microbatches of a multiple of `multiple` samples. `methods`, {name: function}, take the place of
-    those of Checkpoints."""
+    `handlers` are Accelerate's. Each batch is computed by `ranks_per_batch` neighbouring ranks, and
+    has a multiple of `multiple` samples. `methods`, {name: function}, take the place of those of
+    Checkpoints."""
 
-    def __init__(self, args, precision, *handlers, replicas=WORLD_SIZE, multiple=1, methods=None):
+    def __init__(self, args, precision, *handlers, ranks_per_batch=1, multiple=1, methods=None):
         self.args = args
         self.precision = precision
         self.methods = methods or {}
+        self.ranks_per_batch = ranks_per_batch  # ranks r and r + ranks_per_batch: the same weights
+        self.data_parallel_size = WORLD_SIZE // ranks_per_batch
         self.may_differ = set()  # flags of this recipe that a resumed run need not repeat
         self.directory = Path(args.output_dir)
         lock_output_directory(self.directory)
@@ -674,13 +667,12 @@ class Run:
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
-        self.accumulation = set_batch_sizes(args, replicas, multiple)
+        self.accumulation = set_batch_sizes(args, self.data_parallel_size, multiple)
         self.accelerator = make_accelerator(args, gpus, precision, handlers, self.accumulation)
         torch.set_num_threads(threads)  # after Accelerate, which sets another number
         # A second group on the CPUs: gloo does not wait for the GPUs.
         self.cpu_group = distributed.new_group(None, TIMEOUT, "gloo") if WORLD_SIZE > 1 else None
         seed_rng(args.seed)  # for the initial weights
-        self.parts = WORLD_SIZE // replicas  # ranks r and r + parts hold the same weights
         self.is_paused = True  # then it may take any time without a step
 
     def prepare_data(self, loaders, prepare=Accelerator.prepare):
@@ -697,10 +689,10 @@ class Run:
         self.total_steps = min(args.epochs * self.steps_per_epoch, args.max_steps or math.inf)
         return loaders
 
-    def resume(self, states, warm_up):
+    def resume(self, states, before_first_step):
         """Load the newest intact checkpoint, if there is one, into `states`: {name: object with a
-        state_dict}. `warm_up` is called before, and its effects on the states are undone. From here
-        on a signal or a hang ends the run."""
+        state_dict}. It overwrites what `before_first_step`, called first, has done to them. From
+        here on a signal or a hang ends the run."""
         self.model = states["model"]
         self.scheduler = states["scheduler"]
         self.config = self.describe(states["optimizer"])
@@ -714,7 +706,7 @@ class Run:
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
             shutil.copyfile(SCRIPT, self.directory / f"{RECIPE}.from-{self.step:08}.py")
-        warm_up()
+        before_first_step()
         if checkpoint:
             self.checkpoints.load(checkpoint["states"])
         self.metrics = Metrics(self, checkpoint["metrics"] if checkpoint else "")
@@ -786,14 +778,23 @@ class Run:
             self.metrics.write("checkpoint", {"save_seconds": seconds})
         self.exit_on(stopping)
 
-    def log_evaluation(self, results):
-        self.metrics.write("evaluation", results)
-        if self.step < self.total_steps:  # a dataset may be in both loaders
-            self.train_loader.dataset.set_epoch(self.step // self.steps_per_epoch)
-
-    def exit_if_stopped(self):
-        """After a batch of an evaluation, exit if a signal stops the run: its step is saved."""
-        self.exit_on(self.watcher.agreed_signal())
+    def test_batches(self, model, loader):
+        """Yield each batch of a test set, and how many of its samples count: the last batch of some
+        ranks may only fill up. Meanwhile the model is in eval mode, and a signal ends the run."""
+        modes = {module: module.training for module in model.modules()}  # frozen ones may be in it
+        model.eval()
+        loader.set_epoch(0)  # the same random transforms in each evaluation
+        replica, part = divmod(RANK, self.ranks_per_batch)
+        for index, batch in enumerate(loader):
+            number = index * self.data_parallel_size + replica
+            seed_rng("evaluation", number, part)
+            left = len(loader.dataset) - number * loader.batch_sampler.batch_size
+            yield batch, max(0, left)
+            self.exit_on(self.watcher.agreed_signal())  # the step is saved
+        for module, mode in modes.items():
+            module.training = mode
+        # A dataset may be in both loaders.
+        self.train_loader.dataset.set_epoch(max(self.step - 1, 0) // self.steps_per_epoch)
 
     def exit_on(self, number):
         """Exit on a signal, unless it is 0, which all ranks have agreed on."""
@@ -843,9 +844,9 @@ def total_norm(tensors):
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def validate_values(returned):
-    """Return the values that `compute_loss` returned, {name: (B,) tensor}, and its "outputs" or
-    None. Exit with an error if they are anything else."""
+def split_values(returned):
+    """Return what `compute_loss` returned in two parts: its values, {name: (B,) tensor}, and its
+    "outputs" or None. Exit with an error if it is anything else."""
     values = dict(returned) if isinstance(returned, dict) else {type(returned).__name__: returned}
     outputs = values.pop("outputs", None)
     shapes = {name: getattr(value, "shape", ()) for name, value in values.items()}
@@ -893,7 +894,9 @@ def means(names, sums, samples):
 
 
 def gather_outputs(run, rows):
-    """Return, on the main process, the rows of all processes, and on the others none."""
+    """Return, on the main process, the rows of all processes, if any, and on the others none."""
+    if rows is None:
+        return []
     rows = utils.send_to_device(rows, "cpu")
     gathered = [rows]
     if run.cpu_group:
@@ -1013,15 +1016,15 @@ class Metrics:
 
 
 def exit_if_ranks_are_wrong(run, losses, norms):
-    """Exit with an error unless each rank's loss and weights are finite, and the norms of ranks r
-    and r + run.parts, for each r, about the same. Shapes are those of `Metrics.gather`."""
+    """Exit with an error unless each rank's loss and weights are finite, and the norms of ranks
+    with the same weights about the same. Shapes are those of `Metrics.gather`."""
     non_finite = {"the loss": ~losses.isfinite(), "the weights": ~norms[:, 0].isfinite()}
     ranks = {k: x.nonzero().flatten().tolist()[:8] for k, x in non_finite.items() if x.any()}
     if ranks:
         problem = ", ".join(f"{name} of ranks {numbers}" for name, numbers in ranks.items())
         interval = f"between steps {run.metrics.interval_began} and {run.step}, nothing was saved"
         exit_with_error(f"not finite {interval}: {problem}: lower --lr, or set --clip-norm 1")
-    norms = norms.reshape(-1, run.parts, norms.shape[1])
+    norms = norms.reshape(-1, run.ranks_per_batch, norms.shape[1])
     same = norms.isclose(norms[:1], rtol=1e-5, atol=0, equal_nan=True).all(dim=2).flatten()
     if not same.all():
         ranks = (~same).nonzero().flatten().tolist()[:8]
@@ -1031,13 +1034,14 @@ def exit_if_ranks_are_wrong(run, losses, norms):
 
 
 # -------------------------------------------------------------------------------- reproducible data
-def set_batch_sizes(args, replicas, multiple):
-    """Set the global batch size, and divide each replica's share of it into equal microbatches.
-    Return how many there are, and set their size."""
-    args.global_batch_size = args.global_batch_size or args.batch_size * replicas
-    share, rest = divmod(args.global_batch_size, replicas * multiple)
+def set_batch_sizes(args, data_parallel_size, multiple):
+    """Set the global batch size, and divide each share of it into equal microbatches. Return how
+    many there are, and set their size."""
+    args.global_batch_size = args.global_batch_size or args.batch_size * data_parallel_size
+    divisor = data_parallel_size * multiple
+    share, rest = divmod(args.global_batch_size, divisor)
     if rest:
-        exit_with_error(f"argument --global-batch-size: choose a multiple of {replicas * multiple}")
+        exit_with_error(f"argument --global-batch-size: choose a multiple of {divisor}")
     largest = max(1, args.batch_size // multiple)
     accumulation = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= largest)
     args.batch_size = share // accumulation * multiple
@@ -1124,9 +1128,9 @@ def make_reproducible(loaders, args):
 
 # -------------------------------------------------------------------------------------- checkpoints
 class Checkpoints:
-    """The checkpoints of `states`, {name: object with a state_dict}: when one is due, which is
-    intact and of this run, which are kept. Here each is a file that the main process writes. A
-    recipe whose states are not whole there gives `Run` functions in place of these methods."""
+    """The checkpoints of `states`, {name: object with a state_dict}: which is intact and of this
+    run, and which are kept. Here each is a file that the main process writes. A recipe whose states
+    are not whole there gives `Run` functions in place of these methods."""
 
     may_differ = (
         "data_dir weights batch_size cpu threads output_dir keep checkpoint_every evaluate_every "
@@ -1212,7 +1216,7 @@ class Checkpoints:
         for name, thing in self.states.items():
             state = saved and [saved[name], saved["buffers"].get(name, {})]
             on_device = isinstance(thing, nn.Module | torch.optim.Optimizer)
-            state, buffers = share(self.run, state, on_device)
+            state, buffers = broadcast_state(self.run, state, on_device)
             if is_wanted:
                 thing.load_state_dict(state)
             if is_wanted and buffers:
@@ -1243,33 +1247,26 @@ def checkpoint_paths(directory):
     return sorted(path for path in paths if path.suffix != ".tmp")
 
 
-def share(run, value, on_device):
-    """Return the main process's nested `value` on all ranks. Its tensors travel one by one, so that
+def broadcast_state(run, state, on_device):
+    """Return the main process's nested `state` on all ranks. Its tensors travel one by one, so that
     no rank holds all of them on its CPU, unless they stay there."""
     device = run.accelerator.device if on_device else torch.device("cpu")
     group = None if on_device else run.cpu_group
-    tensors = []
-
-    def outline(x):
-        if x.numel() < 2:  # such as an optimizer's counters, which stay on the CPU
-            return x.clone()
-        tensors.append(x)
-        return x.to("meta")
-
-    def receive(x):
-        if not x.is_meta:
-            return x
-        x = torch.empty_like(x, device=device)
-        if RANK == 0:
-            x.copy_(tensors.pop(0))
-        if run.cpu_group:
-            # As bytes: gloo has not all dtypes.
-            data = torch.empty(0, dtype=torch.uint8, device=device).set_(x.untyped_storage())
-            distributed.broadcast(data, 0, group)
-        return x
-
-    value = run.on_main_process(utils.recursively_apply, outline, value)
-    return utils.recursively_apply(receive, value)
+    leaves, structure = pytree.tree_flatten(state)
+    # Small tensors, such as an optimizer's counters, are sent whole, and stay on the CPU.
+    outline = [
+        x.to("meta") if torch.is_tensor(x) and x.numel() > 1 else deepcopy(x) for x in leaves
+    ]
+    outline, structure = run.on_main_process(lambda: (outline, structure))
+    for index, x in enumerate(outline):
+        if getattr(x, "is_meta", False):
+            outline[index] = received = torch.empty_like(x, device=device)
+            if RANK == 0:
+                received.copy_(leaves[index])
+            if run.cpu_group:  # as bytes: gloo has not all dtypes
+                data = torch.empty(0, dtype=torch.uint8, device=device)
+                distributed.broadcast(data.set_(received.untyped_storage()), 0, group)
+    return pytree.tree_unflatten(outline, structure)
 
 
 def read_file(path):
@@ -1277,6 +1274,13 @@ def read_file(path):
     if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
         raise ValueError("wrong checksum")
     return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+
+
+def training_buffers(model):
+    """Return the buffers that a training step may read: all but BatchNorm's statistics."""
+    batchnorm = nn.modules.batchnorm._BatchNorm
+    modules = [module for module in model.modules() if not isinstance(module, batchnorm)]
+    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
 
 
 def set_buffers(model, values):
@@ -1338,9 +1342,9 @@ class Watcher:
     hangs. After the first two, on any rank, all ranks stop after the same step.
 
     A run without a step for --hang-timeout seconds, with --compile six times as long, ends. Each
-    rank reports how many steps it took, and whether it waits for others: in a library's file, or in
-    a function of this file that does. Identified are the ranks that do not report, or else those
-    that came least far; of these, the ones that do not wait."""
+    rank reports how many steps it took, and whether it waits for others, in a library or in this
+    file. Named are the ranks that did not report; if all did, those with the fewest steps; of
+    these, the ones that do not wait."""
 
     library = re.compile(
         f"{re.escape(torch.__path__[0])}/(?!utils/data/)|{re.escape(accelerate.__path__[0])}/"
@@ -1358,13 +1362,13 @@ class Watcher:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             self.signals.remove(signal.SIGHUP)
         for number in self.signals:
-            signal.signal(number, self.note)  # where a library's thread gets it
+            signal.signal(number, self.note_signal)  # where a library's thread gets it
         # DataLoader's workers inherit the mask: they must live until the next checkpoint.
         resource_tracker.ensure_running()  # started later, it would unblock them
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def note(self, number, *_):
+    def note_signal(self, number, *_):
         """Note the first signal, in the store for rank 0, and print a line."""
         if not self.received:
             self.received = number
@@ -1395,9 +1399,9 @@ class Watcher:
         while idle < self.timeout:
             before = self.progress
             if signalled := signal.sigtimedwait(self.signals, tick):
-                self.note(signalled.si_signo)
+                self.note_signal(signalled.si_signo)
             if LAUNCHED and os.getppid() != LAUNCHER:
-                self.note(signal.SIGTERM)
+                self.note_signal(signal.SIGTERM)
             stalls = self.progress == before and not self.run.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers

@@ -1,10 +1,16 @@
 """Copies composed of a recipe and examples, which take less time."""
 
+import ast
+import re
+import sys
+import tomllib
 import wave
+from functools import cache
+from importlib import metadata
 
 import new
 import numpy
-from conftest import LITTLE_DATA, forked
+from conftest import LITTLE_DATA, ROOT, forked
 from PIL import Image
 
 RESNET = "torchvision.models.resnet18(num_classes="
@@ -45,6 +51,40 @@ def make(path, recipe, *examples, replaced=()):
         text = text.replace(before, after)
     path.write_text(text)
     return path
+
+
+@cache
+def distributions():
+    """{module: the package that has it}, of what is installed."""
+    found = metadata.packages_distributions()
+    return {name: x[0].lower().replace("_", "-") for name, x in found.items()}
+
+
+def brought(package):
+    """The packages that a package installs with it."""
+    lines = metadata.requires(package) or []
+    return {re.match(r"[\w-]+", line)[0] for line in lines if "extra ==" not in line}
+
+
+def assert_lists_its_packages(script, imported=""):
+    """The inline metadata of a script (PEP 723) has the bounds of pyproject.toml, in its order. It
+    lists the packages that the script and another text import, unless one of them brings these."""
+    head = script.partition("\n# ///\n")[0].partition("# /// script\n")[2]
+    head = tomllib.loads(re.sub("^# ", "", head, flags=re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    bounds = [x.replace(" ", "") for x in bounds]
+    listed = [x for x in bounds if x in head["dependencies"]]
+    assert head == {"requires-python": project["requires-python"], "dependencies": listed}
+    modules = set()
+    for node in ast.walk(ast.parse(script + imported)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module.partition(".")[0])
+    packages = {distributions()[x] for x in modules - {*sys.stdlib_module_names, "infrastructure"}}
+    names = {re.match(r"[\w-]+", x)[0] for x in listed}
+    assert names <= packages <= names.union(*map(brought, names))
 
 
 def assert_one_line(cases, directory, statuses=(2,), imports=()):

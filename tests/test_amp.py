@@ -87,10 +87,3 @@ BF16_WEIGHTS = "return model.to(memory_format=torch.channels_last)", "return mod
 def test_a_run_with_weights_in_16_bits_is_one_error_line(outcome):
     assert outcome.codes == [2] and "error: build_model: weights are" in outcome.output
     assert "step 1/" not in outcome.output and "Traceback" not in outcome.output
-
-
-@pytest.mark.parametrize(("precision", "fused"), [("fp16", None), ("bf16", True)])
-def test_fp16_has_no_fused_optimizer_in_which_a_skipped_step_could_not_be_seen(precision, fused):
-    args = SimpleNamespace(precision=precision, lr=0.1, global_batch_size=128)
-    optimizer, _ = recipe.make_optimizer(torch.nn.Linear(2, 2), args, 1)
-    assert optimizer.defaults["fused"] is fused

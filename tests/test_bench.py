@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import make_results
 import pytest
-from conftest import ROOT, Launched, forked, launch, load, wait_until
+from conftest import NARROW, ROOT, Launched, copy, forked, launch, load, wait_until
 
 bench = load("benchmarks/bench.py")
 
@@ -124,6 +124,25 @@ def test_the_baseline_is_measured_between_its_last_two_lines_of_losses():
     printed = ["", "step 5 samples 50 loss 2", "step 9 samples 90 loss 1", "peak memory 1.50 GiB"]
     lines = [*zip((0, 3, 5, 5), printed, strict=True), (6, "UserWarning: barrier()")]
     assert bench.sample_of_baseline(lines) == bench.as_sample(40, 2, 1.5, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.twin
+def test_nccl_py_passes_good_recipes_and_finds_a_sum_in_place_of_a_mean(tmp_path):
+    """Over gloo, where both ranks of sharded are wrong alike."""
+    mean = '.get("weight", 1)).mean()'
+    copy("ddp_cifar", tmp_path / "ddp_cifar.py", *NARROW)
+    copy("sharded_cifar", tmp_path / "sharded_cifar.py", *NARROW, (mean, f"{mean} * WORLD_SIZE"))
+    command = [sys.executable, ROOT / "benchmarks/nccl.py", "--cpu", "--recipes", tmp_path]
+    command += ["--cases", "sharded-2", "killed", "--output-dir", tmp_path]
+    done = launch(command, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    cases = json.loads((tmp_path / "nccl.json").read_text())["cases"]
+    reasons = {case["name"]: case["result"]["reason"] for case in cases}
+    assert reasons.pop("sharded-2").startswith("grad_norm "), done.stdout
+    assert reasons == {"ddp-1": "", "ddp-2": "", "killed": ""}, done.stdout
+    differences = [x["difference"] for x in cases[-1]["result"]["differences"]]
+    assert len(differences) > 100 and not any(differences), "bit for bit"
 
 
 @pytest.mark.slow

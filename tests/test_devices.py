@@ -2,6 +2,7 @@
 and raise an error when they are mixed with the CPU's. They have no values, and without a driver no
 backward pass. `evaluate` and the shared infrastructure are the same text in amp and sharded."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +59,7 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     images, labels = batch = next(iter(loader))
     assert images.device == labels.device == GPU
     assert images.is_contiguous(memory_format=torch.channels_last)
-    values, _ = recipe.validate_values(recipe.compute_loss(model, batch, None))
+    values, _ = recipe.split_values(recipe.compute_loss(model, batch, None))
     assert values["loss"].device == GPU
     run = SimpleNamespace(accelerator=accelerator, model=model, step=1, learning_rate=0.1)
     run.args = SimpleNamespace(global_batch_size=3)
@@ -70,7 +71,11 @@ def test_batches_metrics_a_line_of_them_and_an_evaluation_stay_on_the_gpu(on_gpu
     line, ranks, _ = recipe.Metrics.gather(metrics, torch.ones((), device=GPU))
     assert line["grad_norm"] == 1 and ranks["norms"].shape == (1, 2)
     # An evaluation, too.
-    run.exit_if_stopped = lambda: None
+    run.watcher = SimpleNamespace(agreed_signal=lambda: 0)
+    run.exit_on = lambda number: None
+    run.data_parallel_size, run.ranks_per_batch = 1, 1
+    run.train_loader, run.steps_per_epoch = loader, 1
+    run.test_batches = partial(recipe.Run.test_batches, run)
     run.on_main_process = lambda function, *arguments: function(*arguments)
     test = recipe.evaluate(run, model, test_loader)
     assert test.keys() == {"test_loss", "test_accuracy"}

@@ -293,7 +293,7 @@ def test_a_task_has_defaults_that_suit_its_optimizer(name, tmp_path):
         assert mine.make_optimizer.__doc__ == fine_tuning.make_optimizer.__doc__
 
 
-def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_warm_up():
+def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_before_first_step():
     for kind in ("Llama", "Bert"):
         config = getattr(transformers, f"{kind}Config")(**SIZE)
         model = getattr(transformers, f"{kind}Model")(config)
@@ -355,8 +355,9 @@ def test_two_optimizers_as_one_step_as_each_alone():
 def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
     """The training stops after two evaluations without a lower loss. The losses are given: those of
     a training that gets worse would be other ones on another CPU."""
-    evaluated = "run.log_evaluation(evaluate(run, model, test_loader))"
-    given = 'run.log_evaluation({"test_loss": abs(run.step / run.steps_per_epoch - 3.1)})'
+    evaluated = 'run.metrics.write("evaluation", evaluate(run, model, test_loader))'
+    losses = '{"test_loss": abs(run.step / run.steps_per_epoch - 3.1)}'
+    given = evaluated.replace("evaluate(run, model, test_loader)", losses)
     replaced = ("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given)
     script = make(tmp_path / "mine.py", "ddp", "best_weights", "trace", replaced=replaced)
     flags = [*SMALL, "--batch-size", 64, "--epochs", 9, "--keep", 9]

@@ -1,6 +1,8 @@
-"""The recipes on one, two and four GPUs, launched by torchrun. On a machine without a GPU only the
-last test runs, which then counts the values that a step reads from its tensors."""
+"""The recipes on one, two and four GPUs, launched by torchrun. Where there are fewer, ranks share
+one: see benchmarks/one_gpu. On a machine without a GPU only the last two tests run; the first of
+them then counts the values that a step reads from its tensors."""
 
+import json
 import re
 import shutil
 import sys
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import GPUS, ROOT, SMALL, VISIBLE, answers, copy, outputs, project, run, train_forked
+
+ONE_GPU = {"PYTHONPATH": str(ROOT / "benchmarks/one_gpu")}
 
 SYNTHETIC = SMALL[:-1]  # without --cpu
 TRAINING = ["--global-batch-size", 64, "--max-steps", 30, "--lr", 0.4, "--log-every", 1]
@@ -19,7 +23,9 @@ def needs(gpus):
 
 
 def case(recipe, gpus, *flags, name=""):
-    return pytest.param(recipe, gpus, flags, marks=needs(gpus), id=f"{recipe}-{gpus}{name}")
+    """A parameter of a test. One process of DataParallel takes all GPUs, ranks may share one."""
+    least = gpus if recipe == "data_parallel_cifar" else 1
+    return pytest.param(recipe, gpus, flags, marks=needs(least), id=f"{recipe}-{gpus}{name}")
 
 
 def on_gpus(recipe, gpus, directory, *flags):
@@ -28,7 +34,8 @@ def on_gpus(recipe, gpus, directory, *flags):
     script = recipe if isinstance(recipe, Path) else ROOT / f"recipes/{recipe}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", processes, script, *SYNTHETIC]
-    process = run([*command, *flags, "--output-dir", directory], **VISIBLE)
+    shared = ONE_GPU if processes > GPUS else {}
+    process = run([*command, *flags, "--output-dir", directory], **VISIBLE, **shared)
     assert not re.search(r"warn|\[W", process.stderr, re.IGNORECASE), process.stderr
     result = outputs(directory)
     assert result.summary["device"] != "cpu"
@@ -106,7 +113,8 @@ def test_a_run_on_gpus_resumes_where_it_was(recipe, gpus, flags, tmp_path):
         assert scales[0] == scales[1] and scales[0][0] > 1
 
 
-@pytest.mark.parametrize("gpus", [pytest.param(n, marks=needs(n)) for n in (1, 2)])
+@needs(1)
+@pytest.mark.parametrize("gpus", [1, 2])
 def test_a_compiled_model_trains_and_evaluates_the_same_on_gpus(gpus, tmp_path):
     """With CUDA graphs: on one GPU, and in DDP."""
     flags = ["--model", "resnet50", "--stem", "imagenet", "--batch-size", 32, "--max-steps", 6]
@@ -117,7 +125,7 @@ def test_a_compiled_model_trains_and_evaluates_the_same_on_gpus(gpus, tmp_path):
     assert compiled.summary["test_loss"] == pytest.approx(eager.summary["test_loss"], abs=0.03)
 
 
-@needs(2)
+@needs(1)
 def test_adamw_and_clipping_of_shards_are_those_of_whole_tensors_on_gpus(tmp_path):
     """There both take many tensors at once (foreach)."""
     results = []
@@ -141,3 +149,16 @@ def test_the_host_waits_for_the_device_in_no_step_but_for_the_scale_in_fp16(devi
     assert answers("host_waits", tmp_path, cases, **visible) == {
         precision: {"three steps": 3 * waits[precision], "a line": 1} for precision in waits
     }
+
+
+def test_each_rank_that_shares_a_gpu_takes_it_for_its_own():
+    """NCCL tells hosts apart by NCCL_HOSTID, unless it is told to take ranks of one host."""
+    program = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    ranks = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NCCL_MAX_CTAS": "4"}
+    for enabled, host in (("0", "host-3"), ("1", None)):
+        found = json.loads(
+            run(program, **ONE_GPU, **ranks, NCCL_MULTI_RANK_GPU_ENABLE=enabled).stdout
+        )
+        assert [found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]] == ["0", "1"]
+        assert found.get("NCCL_HOSTID") == host and found["NCCL_MAX_CTAS"] == "4"
+    assert "NCCL_HOSTID" not in run(program, **ONE_GPU).stdout, "it is the launcher"

@@ -1,11 +1,18 @@
 """A rank that stalls is named, and the run ends; a slow one is not."""
 
+import json
 import re
+import signal
 import socket
+import sys
+from types import SimpleNamespace
 
 import pytest
-from conftest import NARROW, PROGRAMS, SMALL, SYNTHETIC_DATA, copy, forked, outputs, project
+import torch
+from conftest import NARROW, PROGRAMS, SMALL, SYNTHETIC_DATA, copy, forked, load, outputs, project
+from torch import distributed
 
+recipe = load("recipes/ddp_cifar.py")
 pytestmark = pytest.mark.slow
 
 HOST = socket.gethostname()
@@ -19,6 +26,7 @@ IN_WORKER = {"load_data": "data_of_a_worker_that_stalls"}
 ONE_SIDED = {"compute_loss": "loss_with_a_collective_of_one_rank"}
 RUNS_AHEAD = {"train_step": "step_of_a_device"}
 SETTING_UP = {"choose_device": "choice_that_stalls"}
+WITH_STORE = {**IN_COMPUTE_LOSS, "STALLING": 0}
 SLOW = {"load_data": "slow_data", "compute_loss": "slow_evaluation"}
 SLOW |= {"test_metrics": "slow_metrics"}
 # As a compilation, on one rank.
@@ -36,13 +44,15 @@ OTHERS = {
     "is slow": (2, "ddp_cifar", SLOW, SLEEP, None),
     "compiles": (2, "ddp_cifar", COMPILES, SLEEP, None),
     "stalls while it is set up": (2, "ddp_cifar", SETTING_UP, SLEEP, None),
+    "is stopped and has the store": (2, "ddp_cifar", WITH_STORE, STOP, None),
 }
 
 
 def described(directory, name, processes, recipe, where, how, _):
     directory = directory / name.replace(" ", "-")
     directory.mkdir()
-    text = project("hangs", STALLING=processes - 1, LONGER=1.25 * TIMEOUT, stall=how, **where)
+    chosen = {"STALLING": processes - 1, "LONGER": 1.25 * TIMEOUT, "stall": how, **where}
+    text = project("hangs", **chosen)
     script = copy(recipe, directory / "mine.py", FEW, *NARROW, project=text)
     flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
     flags += ["--epochs", 2 if where in (SLOW, COMPILES) else 1000]
@@ -90,6 +100,26 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
     )
     assert set(stacks) == set(map(str, range(processes - (how == STOP)))), "each rank prints one"
     assert how == STOP or where in (ONE_SIDED, IN_WORKER) or output.count("    stall()\n") == 1
+
+
+def test_the_others_end_if_the_store_never_answers(stalled):
+    (codes, output), _ = stalled["is stopped and has the store"]
+    assert codes == [-9, 1] and f"Timeout (0:00:{TIMEOUT:02})!\n" in output, output
+
+
+def test_a_rank_in_the_broadcast_of_a_signal_waits_for_others_and_takes_the_result(tmp_path):
+    def wait():
+        sent.fill_(signal.SIGTERM)
+        recipe.Watcher.report(watcher, sys._getframe())
+
+    sent, store = torch.zeros(1, dtype=torch.int64), distributed.HashStore()
+    run = SimpleNamespace(store=store, cpu_group=None, directory=tmp_path)
+    watcher = SimpleNamespace(run=run, sent=sent, received=0, progress=0, timeout=1)
+    watcher.pending = SimpleNamespace(wait=wait)
+    watcher.library, watcher.identify = recipe.Watcher.library, lambda: None
+    assert recipe.Watcher.agreed_signal(watcher) == signal.SIGTERM
+    _, waits, place = json.loads(store.get(recipe.RANK_AND_HOST))
+    assert waits and place.endswith("in agreed_signal")
 
 
 def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):

@@ -30,12 +30,14 @@ from conftest import (
     forked,
     free_port,
     launch,
+    load,
     outputs,
     project,
     train_forked,
     wait_until,
 )
 
+recipe = load("recipes/ddp_cifar.py")
 pytestmark = pytest.mark.slow
 
 LAUNCH = [ACCELERATE, "launch", "--config_file"]
@@ -252,3 +254,29 @@ def test_the_launcher_restarts_a_run_whose_rank_is_killed_or_stalls_to_the_same_
     whole, disturbed = (content(tmp_path / run / name) for run in ("whole", "disturbed"))
     assert_identical(whole, disturbed)
     assert Path(tmp_path, "disturbed/summary.json").exists()
+
+
+@pytest.mark.parametrize("raised, status", [(SystemExit(3), 3), (KeyboardInterrupt(), 130)])
+def test_the_exit_status_is_that_of_main(raised, status, monkeypatch):
+    def main():
+        raise raised
+
+    statuses = []
+    monkeypatch.setattr(recipe, "exit_now", statuses.append)
+    recipe.start(main)
+    assert statuses[0] == status
+
+
+def test_a_rank_that_waits_before_it_prints_an_error_ends_on_sigterm(monkeypatch):
+    """The Watcher has blocked and caught the signal."""
+    monkeypatch.setattr(recipe, "LOCAL_RANK", 1)
+    blocked, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        os.write(write, b".")
+        recipe.exit_with_error("late")
+    os.read(blocked, 1)
+    os.kill(process, signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGTERM

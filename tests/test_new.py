@@ -13,8 +13,9 @@ from functools import cache, partial
 import new
 import pytest
 import sync
+from composed import assert_lists_its_packages
 from conftest import LITTLE, ROOT, SMALL, assert_same_training, train_forked
-from recipe import REFERENCE, parts
+from recipe import INFRASTRUCTURE, REFERENCE, parts
 
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 ADDITIONS = [name for name in RECIPES if new.TRAIN not in str(new.description(name)[0])]
@@ -84,6 +85,9 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
         own = parts(path)[0]
         assert new.without_unused(own, block) == own and not new.unused_imports(own, block)
         assert sync.updated(path, banner, block) == (text, [])
+        assert_lists_its_packages(text)
+        two = [(tmp_path / "two" / name).read_text() for name in (path.name, INFRASTRUCTURE)]
+        assert_lists_its_packages(*two)
     lint(tmp_path, ["check", "--fix", "--select", "I"])
 
 
@@ -93,7 +97,7 @@ def test_what_a_copy_does_not_use_is_removed(make, tmp_path):
     for name in ("ImageTensors", "cifar10", "synthetic_images", "CIFAR-10", "import F\n", "--stem"):
         assert name in REFERENCE.read_text() or name == "import F\n"
         assert name not in text
-    assert "def warm_up(" in text
+    assert "def before_first_step(" in text
     make("new", "gan.py", "gan")  # it keeps the recipe's `add_flags`
     assert '"--data"' in (text := (tmp_path / "gan.py").read_text()) and '"--stem"' not in text
 
@@ -215,6 +219,7 @@ def part(data):
 def train_step("""
 # Lines of an owner, where no example has to replace them.
 OWN = [
+    ('"torch>=2.11"', '"torch==2.15.0", "apex"'),
     ('"""Train ResNet-50', "r'''Our \\d classes"),
     ("4gpu.yaml recipes/ddp_cifar.py", "4gpu.yaml ours.py"),
     ('structure.\n"""', 'structure. A """ of ours.\n' + "'''  # noqa: D205"),
@@ -252,6 +257,8 @@ def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     text = path.read_text()
     assert path.read_bytes().count(b"\n") == text.count("\n")
     assert (b"\r\n" in path.read_bytes()) == (ending == "\r\n")
+    assert '"torch==2.15.0"' in text and '"apex"' in text
+    assert ('"peft>=0.21"' in text) == ("lora" in examples)
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
     assert "4gpu.yaml ours.py --epochs 100" in documented

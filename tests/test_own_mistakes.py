@@ -28,7 +28,7 @@ RETURNED = {
 def test_a_loss_that_is_not_one_value_per_sample_is_an_error(case):
     returned, told = RETURNED[case]
     with pytest.raises(Exit, match=rf"compute_loss returned {re.escape(told)}: return") as error:
-        recipe.validate_values(returned)
+        recipe.split_values(returned)
     assert 'one value per sample (reduction="none")' in str(error.value)
 
 

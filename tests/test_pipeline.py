@@ -118,11 +118,11 @@ def cut(*blocks, split="1"):
     recipe.cut(blocks, flags.split)
 
 
-def count_pipelines(world_size=1, **more):
+def check_division(world_size=1, **more):
     flags = {"batch_size": 64, "chunks": 8, "schedule": "gpipe"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "WORLD_SIZE", world_size)
-        recipe.count_pipelines(SimpleNamespace(**flags | more))
+        recipe.check_division(SimpleNamespace(**flags | more))
 
 
 def last_stage(batch, keys=("loss",)):
@@ -142,9 +142,9 @@ def last_stage(batch, keys=("loss",)):
 
 linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
 MISTAKES = {
-    "one process": (lambda: count_pipelines(chunks=7), "takes two processes, not 1: launch"),
-    "uneven": (lambda: count_pipelines(2, batch_size=100), "--chunks: choose a divisor of 100"),
-    "1f1b": (lambda: count_pipelines(2, schedule="1f1b", chunks=1), "1f1b needs at least 2"),
+    "one process": (lambda: check_division(chunks=7), "takes two processes, not 1: launch"),
+    "uneven": (lambda: check_division(2, batch_size=100), "--chunks: choose a divisor of 100"),
+    "1f1b": (lambda: check_division(2, schedule="1f1b", chunks=1), "1f1b needs at least 2"),
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),
@@ -158,7 +158,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_that_names_it(mistake):
     call, said = MISTAKES[mistake]
-    assert len(last_stage((images[:3], labels[:3]))["loss"]) == 3, "an incomplete batch is none"
+    assert len(last_stage((images[:3], labels[:3]))[0]["loss"]) == 3, "an incomplete batch is none"
     with pytest.raises(Exit, match=re.escape(said)):
         call()
 

@@ -9,11 +9,13 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import new
 import pytest
 import torch
 from accelerate import Accelerator
+from composed import write_photos
 from conftest import LITTLE, ROOT, SMALL, copy, load, train_forked
 from safetensors.torch import load_file
 from torch import nn
@@ -36,7 +38,8 @@ OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --i
 OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
 OTHERS += "--photos --pictures --text --length --random-source --evaluate-on --help --processes "
 OTHERS += "--index-url --standalone --exclude --tuned --chat --enable_jit_checkpoint "
-OTHERS += "--resume_from_checkpoint"
+OTHERS += "--resume_from_checkpoint --no-project --with-requirements --script --active --with "
+OTHERS += "--requirements-from-script --torch-backend --flavor --timeout"
 
 
 def section(page, title):
@@ -188,7 +191,7 @@ def test_the_differences_shown_are_real():
 
 
 def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
-    lines = code(PAGES["docs/porting.md"], "From plain PyTorch", "diff")
+    lines = code(PAGES["docs/porting.md"], "A loop of your own", "diff")
     monkeypatch.chdir(tmp_path)
     weights = []
     for sign in "-+":
@@ -205,6 +208,51 @@ def test_the_loop_before_and_after_trains_the_same_model(tmp_path, monkeypatch):
     assert torch.equal(*weights)
     saved = load_file("weights/model.safetensors")["weight"]
     assert torch.equal(torch.load("model.pt")["weight"], saved)
+
+
+def test_a_plain_script_and_the_copy_that_it_becomes_have_the_same_losses(
+    tmp_path, monkeypatch, capsys
+):
+    """In float64, on a small network, without shuffling and flips: these draw other numbers."""
+    monkeypatch.chdir(write_photos(tmp_path, 24))
+    for kind in ("train", "test"):
+        files = sorted(map(str, tmp_path.glob(f"{kind}/*/*.png")))
+        labels = [[(7 * index >> bit) % 2 for bit in range(5)] for index in range(1, len(files) + 1)]
+        described = zip(files, labels, strict=True)
+        lines = [json.dumps({"file": file, "labels": label}) for file, label in described]
+        Path(f"{kind}.jsonl").write_text("\n".join(lines))
+    network = "nn.Sequential(nn.Conv2d(3, 8, 9, 8), nn.BatchNorm2d(8), nn.Flatten(), "
+    network += "nn.Linear(392, 5)).double()"
+    changes = {
+        "torchvision.models.resnet18(num_classes=5)": network,
+        "float32": "float64",
+        "shuffle=True": "shuffle=False",
+        "Flip()": "Flip(0.0)",
+        "num_workers=4": "num_workers=0",
+        '"num_workers": 4': '"num_workers": 0',
+        ", 64, ": ", 6, ",
+        "batch_size=64": "batch_size=6",
+        "range(10)": "range(2)",
+        "10 * len": "2 * len",
+        "epochs=10": "epochs=2",
+        "\noptimizer": '\ntorch.save(model.state_dict(), "first.pt")\noptimizer',
+    }
+    plain, ours = re.findall(r"^```python\n(.*?)^```$", PAGES["docs/porting.md"], re.M | re.S)
+    above, _, _ = plain.partition("\ndevice = ")
+    functions = f"{above}\n{ours}"
+    for before, after in changes.items():
+        assert before in plain + ours
+        plain, functions = (x.replace(before, after) for x in (plain, functions))
+    exec(plain, {})
+    losses = [float(line) for line in capsys.readouterr().out.splitlines() if "mAP" not in line]
+    text = new.compose(new.RECIPES["ddp"], "mine.py", "ddp", ["ema", "best_weights"])
+    assert text.count("\ndef main():") == 1
+    Path("mine.py").write_text(text.replace("\ndef main():", f"\n{functions}\ndef main():"))
+    flags = ["--photos", tmp_path, "--weights", tmp_path / "first.pt", "--cpu"]
+    (run,) = train_forked(tmp_path, (1, tmp_path / "mine.py", flags))
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert [line["loss"] for line in run.train] == pytest.approx(losses, rel=1e-8)
+    assert 0 <= run.evaluations[-1]["test_map"] <= 1
 
 
 @pytest.mark.slow

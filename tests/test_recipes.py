@@ -1,25 +1,30 @@
 """A recipe is one file that runs alone, on the packages that pyproject.toml names, with a reader's
 own data, model and loss."""
 
-import ast
 import os
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
+from composed import assert_lists_its_packages
 from conftest import (
     ACCELERATE,
     CONFIGS,
+    LITTLE,
     NARROW,
     ROOT,
     ROUNDING,
     SMALL,
     assert_same_training,
+    begin_of,
     copy,
     forked,
     outputs,
     project,
     run,
+    wait_until,
 )
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
@@ -27,18 +32,8 @@ BASELINE = "data_parallel_cifar"
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, BASELINE])
-def test_imports_only_what_pyproject_names(recipe):
-    project = (ROOT / "pyproject.toml").read_text()
-    (named,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.DOTALL | re.MULTILINE)
-    allowed = set(re.findall(r'"(\w+)', named)) | set(sys.stdlib_module_names)
-    imported = set()
-    for node in ast.walk(ast.parse((ROOT / f"recipes/{recipe}.py").read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(node.module.partition(".")[0])
-    assert "torch" in imported and imported <= allowed
+def test_a_recipe_lists_the_packages_that_it_imports(recipe):
+    assert_lists_its_packages((ROOT / f"recipes/{recipe}.py").read_text())
 
 
 def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(tmp_path):
@@ -92,3 +87,28 @@ def test_interpreters_of_a_launcher_end_also_with_persistent_workers(tmp_path):
     command += ["--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path / "run"]
     process = run(command, timeout=120)
     assert "Traceback" not in process.stderr and outputs(tmp_path / "run").train[-1]["step"] == 4
+
+
+@pytest.mark.slow
+def test_uv_runs_a_copy_on_the_packages_that_it_lists_and_passes_signals_on(tmp_path):
+    """On those of this environment, since it is offline."""
+    uv = pytest.importorskip("uv", reason="needs uv").find_uv_bin()
+    copy("ddp_cifar", tmp_path / "mine.py", *LITTLE)
+    flags = [*SMALL, "--global-batch-size", "16", "--batch-size", "8", "--epochs", "9999"]
+    ranks = ["--no-project", "--with-requirements", "mine.py"]
+    ranks += ["torchrun", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}
+    environment["VIRTUAL_ENV"] = sys.prefix
+    begins = []
+    for words, status in ((ranks, 1), (["--active"], 128 + signal.SIGTERM)):
+        command = [uv, "run", *words, "mine.py", *flags]
+        with open(path := tmp_path / f"output-{status}", "w") as file:
+            options = {"stdout": file, "stderr": file, "env": environment}
+            process = subprocess.Popen(command, cwd=tmp_path, **options)
+        wait_until(lambda path=path: "\nstep " in path.read_text(), 60)
+        process.terminate()
+        assert process.wait(60) == status
+        output = path.read_text()
+        assert "which is saved: rerun the command to resume" in output, output
+        begins.append(begin_of(output))
+    assert begins[0] == 0 < begins[1]

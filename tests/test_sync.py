@@ -20,9 +20,9 @@ WITH_BLOCK = [REFERENCE, *COPIES]
 # Functions that a recipe has under the reference's name, but with another text.
 ALL = {"add_technique_flags", "train_step", "main"}
 OWN = {
-    "amp_cifar": ALL | {"make_optimizer"},
-    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "warm_up"},
-    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "warm_up"},
+    "amp_cifar": ALL,
+    "pipeline_cifar": ALL | {"compute_loss", "evaluate", "before_first_step"},
+    "sharded_cifar": ALL | {"compute_loss", "evaluate", "make_optimizer", "before_first_step"},
 }
 # The baseline has the reference's code of these, or it would not be one.
 OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
@@ -86,13 +86,14 @@ MINE = "my dir/my_cifar.py"
 
 @pytest.fixture
 def project(tmp_path):
-    """A project with the recipes, of one shared block, and a copy of one, with an older banner and
-    the line ends of Windows. Return a function that edits a file and runs `make sync`, also with
-    COPY=; it returns the process and the texts of all files, {name: text}, before and after."""
+    """A project with the recipes, of one shared block, and a copy of one, with an older banner, no
+    list of packages, and the line ends of Windows. Return a function that edits a file and runs
+    `make sync`, also with COPY=; it returns the process and the texts of all files, {name: text},
+    before and after."""
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "project/tools").mkdir()
-    for name in ("Makefile", "tools/sync.py", "tools/recipe.py"):
+    for name in ("Makefile", "pyproject.toml", "tools/sync.py", "tools/recipe.py"):
         shutil.copy(ROOT / name, tmp_path / "project" / name)
     for path in COPIES:  # also where the recipes have drifted
         text = path.read_text().replace(shared_block(path), shared_block(REFERENCE))
@@ -118,6 +119,7 @@ def project(tmp_path):
     (tmp_path / MINE).parent.mkdir()
     text = (recipes / "amp_cifar.py").read_text()
     older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 shared infrastructure\2", text)
+    older = re.sub("# /// script\n.*?# ///\n", "", older, flags=re.DOTALL)
     (tmp_path / MINE).write_text(older, newline="\r\n")
     return sync
 
@@ -214,7 +216,7 @@ def test_make_sync_replaces_the_infrastructure_beside_scripts_that_import_it(tmp
     for path in (script, shared):
         shared.write_text(older)
         sync.main([path])
-        assert shared.read_text() == newest and script.read_text() == text
+        assert shared.read_text() == newest and script.read_text().endswith(f"# ///\n{text}")
     shared.write_text(edited := newest.replace(OLD, NEW))
     with pytest.raises(ValueError, match=r"infrastructure.py: its shared block was edited"):
         sync.main([script])

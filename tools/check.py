@@ -28,7 +28,6 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from datetime import date
 from pathlib import Path
 
 import machine
@@ -105,8 +104,8 @@ def run_copy(task, copy, *flags):
 
 
 def train(run, output):
-    """Train to the end, and again after each kill. Return {(step, event, name): value}, of numbers
-    and of the final weights. If it fails, put a verdict and a reason into the run."""
+    """Train to the end, and again after each kill. Return its `values_of`. If it fails, put a
+    verdict and a reason into the run."""
     for number, task in enumerate(run["tasks"], 1):
         command = [sys.executable, *TORCHRUN, run["processes"], __file__, "run", task, run["copy"]]
         command = [str(x) for x in (*command, *run["flags"], "--output-dir", output)]
@@ -125,6 +124,11 @@ def train(run, output):
     expected = [0, *(int(task.removeprefix("step-")) for task in run["tasks"][:-1])][-1]
     if begin != expected:
         run |= {"verdict": "fails", "reason": f"it resumed from step {begin}, not {expected}"}
+    return values_of(output)
+
+
+def values_of(output):
+    """Return {(step, event, name): value} of a run, of numbers and of the final weights."""
     values = {}
     for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()):
         names = [name for name in line if name not in MEASURED]
@@ -373,9 +377,7 @@ def main():
     directory = results.with_suffix("")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    content = {"date": str(date.today()), "command": sys.argv[1:], "commit": machine.commit()}
-    content |= {"hardware": machine.hardware(args.gpus), "gpus": args.gpus}
-    content |= {"python": sys.version.split()[0], "versions": machine.VERSIONS}
+    content = machine.describe(args.gpus) | {"gpus": args.gpus}
     content |= {"runs": (runs := Check(args, directory, console).all())}
     table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "yardstick"):

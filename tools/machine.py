@@ -6,10 +6,12 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,6 +55,19 @@ def commit():
     options = {"shell": True, "cwd": ROOT, "capture_output": True, "text": True}  # no git: no error
     found = subprocess.run("git describe --always --dirty --exclude='*'", **options)
     return found.stdout.strip() or "unknown"
+
+
+def describe(gpus):
+    """Return what stands in a file of results beside these."""
+    found = {"date": str(date.today()), "command": sys.argv[1:], "commit": commit()}
+    found |= {"hardware": hardware(gpus), "python": platform.python_version()}
+    return found | {"versions": VERSIONS}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def execute(command, environment, timeout):

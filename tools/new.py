@@ -35,6 +35,7 @@ from catalogue import (
 from docstring import parents, with_docstring
 from recipe import (
     INFRASTRUCTURE,
+    METADATA,
     ROOT,
     check_names,
     checksum,
@@ -47,6 +48,7 @@ from recipe import (
     parts,
     statements,
     with_infrastructure,
+    with_metadata,
     without_imports,
     write,
 )
@@ -164,8 +166,10 @@ def compose(path, name, recipe, examples, adds=False, split=False):
         own = without_unused(own, block)
         own = own.rstrip() + "\n" + ending(block) if split else own
         own = without_imports(own, unused_imports(own, "" if split else block))
+        own = METADATA.sub("", own)  # the recipe's
     own = with_infrastructure(own, block) if split else own
     origin = f"{recipe}_cifar.py (shared infrastructure {checksum(block)})"
+    own = with_metadata(own)
     own = with_docstring(own, shlex.quote(name), recipe, origin, examples)
     # Imports that their owner did not sort may have an order that matters.
     own = sorted_imports(own) if not adds or sorted_imports(before) == before else own

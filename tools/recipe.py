@@ -4,10 +4,12 @@
 import ast
 import builtins
 import hashlib
+import json
 import re
 import shutil
 import symtable
 import tempfile
+import tomllib
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +25,8 @@ Do not edit it: `make sync COPY=` with this file replaces it by the newest one.\
 """
 END = '\n\nif __name__ == "__main__":'
 BANNER = re.compile(r"^# =+ shared infrastructure\b.*\n", re.MULTILINE)
+METADATA = re.compile(r"^# /// script\n((?:#(?: .*)?\n)+?)# ///\n", re.MULTILINE)
+LISTED = re.compile(r'^dependencies = \[(?:[^]"#]|"[^"]*")*\]', re.MULTILINE)
 IMPORTS = (ast.Import, ast.ImportFrom)
 OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
 OLDER += "make a copy by `make new` with the same examples, and put your functions into it"
@@ -176,6 +180,40 @@ def without_imports(own, gone):
             if kept != node.names:
                 lines[place] = [ast.unparse(one)] if kept else []
     return "\n".join(lines)
+
+
+def module_of(requirement):
+    """Return the module of a requirement such as "rouge-score >= 0.1.2"."""
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("-", "_")
+
+
+def with_metadata(own):
+    """Return a script whose inline metadata (PEP 723) lists the packages that it imports, with the
+    bounds of pyproject.toml. What is listed already stays as it is."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    known = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    known = {module_of(x): x.replace(" ", "") for x in known}
+    if not METADATA.search(own):
+        python = f'# requires-python = "{project["requires-python"]}"'
+        at = re.match("(#.*\n)*", own).end()
+        own = f"{own[:at]}# /// script\n{python}\n# dependencies = []\n# ///\n{own[at:]}"
+    found = METADATA.search(own)
+    content = re.sub("^# ?", "", found[1], flags=re.MULTILINE)
+    listed = tomllib.loads(content).get("dependencies", [])
+    nodes = [*ast.walk(parsed(own)), *ast.walk(parsed(infrastructure()))]
+    used = [name for x in nodes if isinstance(x, IMPORTS) for name in imported(x).values()]
+    used = {name.partition(".")[0] for name in used} - {*map(module_of, listed)}
+    lacking = [known[name] for name in known if name in used]
+    if not lacking:
+        return own
+    if not LISTED.search(content):
+        raise ValueError(f"add to the dependencies in the lines # /// script: {', '.join(lacking)}")
+    listed = sorted([*listed, *lacking], key=lambda x: [*known, module_of(x)].index(module_of(x)))
+    line = f"dependencies = {json.dumps(listed)}"
+    line = line if len(line) < 99 else f"dependencies = {json.dumps(listed, indent=4)}"
+    content = LISTED.sub(lambda _: line, content)
+    content = re.sub("^", "# ", content.rstrip(), flags=re.MULTILINE)
+    return f"{own[: found.start(1)]}{content}\n{own[found.end(1) :]}"
 
 
 def write(path, text):

@@ -29,6 +29,7 @@ from recipe import (
     is_split,
     names,
     parts,
+    with_metadata,
     write,
 )
 
@@ -60,7 +61,7 @@ def updated(path, banner, newest):
         raise ValueError(f"{path}: {what}: {found}: see diff {REFERENCE} {path}")
     lines, last = before.split("\n"), imports(before)[1]
     lines[last:last] = added
-    return "\n".join(lines) + banner + newest, added
+    return with_metadata("\n".join(lines)) + banner + newest, added
 
 
 def infrastructure_of(path):
@@ -91,6 +92,8 @@ def main(paths):
     for path in paths:
         if beside := infrastructure_of(path):
             results[beside] = updated_infrastructure(beside, newest), []
+            if path != beside:
+                results[path] = with_metadata(path.read_text("utf-8")), []
         else:
             results[path] = updated(path, banner, newest)
     for path, (text, added) in results.items():

@@ -15,7 +15,7 @@ def make_optimizer(model, args, total_steps):
         exit_with_error("--base-dtype bfloat16 would train in 16 bits: add lora to this copy")
     matrices, vectors = ([x for x in trained if (x.dim() > 1) == is_it] for is_it in (True, False))
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.01, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,

@@ -66,17 +66,12 @@ class Reference:
     @torch.no_grad()
     def compute(self, run, model):
         """Pass over all pairs, each once. A signal ends the run after a batch."""
-        modes = {module: module.training for module in model.modules()}  # as `evaluate` does
-        model.eval()
         for pairs, of_pairs in zip(self.pairs, self.loaders, strict=True):
             rows = []
             loader = DataLoader(pairs, run.args.batch_size, collate_fn=of_pairs.collate_fn)
-            for sequences, _ in run.accelerator.prepare(loader):
+            for (sequences, _), _ in run.test_batches(model, run.accelerator.prepare(loader)):
                 found = log_probabilities(model, sequences)
                 rows.append(run.accelerator.gather_for_metrics(found))
-                run.exit_if_stopped()
             pairs.reference.copy_(torch.cat(rows))
         if hasattr(model, "reshard"):  # FSDP keeps the root's parameters for a backward pass
             model.reshard()
-        for module, mode in modes.items():
-            module.training = mode

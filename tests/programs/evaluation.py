@@ -21,7 +21,12 @@ recipe = load("recipes/ddp_cifar.py")
 unweighted = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 run = SimpleNamespace(accelerator=accelerator, args=None, is_paused=False)
-run.exit_if_stopped = lambda: None
+run.watcher = SimpleNamespace(agreed_signal=lambda: 0)
+run.exit_on = partial(recipe.Run.exit_on, run)
+run.test_batches = partial(recipe.Run.test_batches, run)
+run.data_parallel_size, run.ranks_per_batch = accelerator.num_processes, 1
+run.step, run.steps_per_epoch = 0, 1
+run.train_loader = DataLoader(recipe.SeededSamples(range(8), 0))
 run.cpu_group = distributed.group.WORLD if accelerator.use_distributed else None
 run.on_main_process = partial(recipe.Run.on_main_process, run)
 torch.set_default_dtype(torch.float64)

@@ -57,6 +57,7 @@ steps = run.steps()
 # A CPU without fp16 takes a second for a step of a recipe's model.
 model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1800, 10))
 optimizer, scheduler = recipe.make_optimizer(model, args, 100)
+optimizer._step_supports_amp_scaling = False  # as amp does
 model, optimizer = accelerator.prepare(model, optimizer)
 training = [run, model, optimizer, scheduler]
 run.scheduler = scheduler

@@ -53,7 +53,7 @@ disturb = nothing
 
 
 def make_optimizer(model, args, total_steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0, fused=True)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
