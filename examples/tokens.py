@@ -12,12 +12,11 @@ With files of your own, of tokens of GPT-2:
     torchrun --standalone --nproc_per_node 2 mine.py --train fineweb_train_*.bin \\
         --test fineweb_val_000000.bin
 
-Needs `pip install transformers`. The files are mapped, not read into memory. Of Megatron's name the
-.bin; its .idx lies beside it. A file without a header has tokens of 16 bits, or of 32 if
---vocabulary is above 65,536. A sample is a window of --length tokens and their targets. Windows lie
-one after the other in a file, and go across its documents. Their order is a function of (seed,
-epoch), so a run resumes exactly, also on another number of processes. Without --test the last
-hundredth of the windows is the test set.
+The files are mapped, not read into memory. Of Megatron's name the .bin; its .idx lies beside it. A
+file without a header has tokens of 16 bits, or of 32 if --vocabulary is above 65,536. A sample is a
+window of --length tokens and their targets. Windows lie one after the other in a file, and go
+across its documents. Their order is a function of (seed, epoch), so a run resumes exactly, also on
+another number of processes. Without --test the last hundredth of the windows is the test set.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
