@@ -8,8 +8,9 @@
 
 The toy images are stripes. The files of a sample are neighbours in a shard, with the same name up
 to its first dot: here an image, 003.png, and the number of its class, 003.cls. For other files edit
-`decode`. The index of a folder is built once, and again if its shards change. `by_shard` is for
-hard disks and shared file systems: on a local disk `shuffle=True` is as fast.
+`decode`. The index of a folder is built once, and again if its shards change. It is a file in
+--shards, or in --index if that cannot be written to. `by_shard` is for hard disks and shared file
+systems: on a local disk `shuffle=True` is as fast.
 
 Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
@@ -30,17 +31,21 @@ from lib.order import Ordered, by_shard
 from lib.tar_samples import TarSamples, tar_index
 
 
-def open_shards(folder, accelerator, decode):
-    """Return the samples of a folder's shards. Their index is a file in it, which processes map, so
+def open_shards(args, part, accelerator, decode):
+    """Return the samples of the shards of a part. Their index is a file, which processes map, so
     that they share its memory. Without an index of these shards, one process per machine builds it,
     on the main process first."""
+    folder = f"{args.shards}/{part}"
     paths = sorted(Path(folder).glob("*.tar"))
     if not paths:
         exit_with_error(f"--shards: {folder} has no .tar files")
     shards = [[x.name, x.stat().st_size, x.stat().st_mtime_ns] for x in paths]
-    file = Path(folder, "index.pt")
+    file = Path(args.index or args.shards, f"{part}.pt")
+    file.parent.mkdir(parents=True, exist_ok=True)
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         if not file.exists() or torch.load(file, mmap=True)["shards"] != shards:
+            if not os.access(file.parent, os.W_OK):
+                exit_with_error(f"{file.parent} cannot be written to: name a folder by --index")
             torch.save({"shards": shards, "samples": tar_index(paths)}, f"{file}.tmp")
             os.replace(f"{file}.tmp", file)  # at once: no process reads a part of it
     return TarSamples(paths, torch.load(file, mmap=True)["samples"], decode)
@@ -56,6 +61,7 @@ def decode(transform, sample):
 
 def add_flags(parser):
     parser.add_argument("--shards", default="shards", help="folder with train/*.tar and test/*.tar")
+    parser.add_argument("--index", metavar="FOLDER", help="for the index of the shards (--shards)")
     parser.add_argument("--classes", type=int, default=2, help="number of classes (2)")
     parser.add_argument("--buffer", type=int, default=5000, help="samples shuffled together (5000)")
 
@@ -63,8 +69,8 @@ def add_flags(parser):
 def load_data(args, accelerator):
     augment = v2.Compose([v2.RandomResizedCrop(64, scale=(0.3, 1.0)), v2.RandomHorizontalFlip()])
     resize = v2.Resize((64, 64))
-    train_set = open_shards(f"{args.shards}/train", accelerator, partial(decode, augment))
-    test_set = open_shards(f"{args.shards}/test", accelerator, partial(decode, resize))
+    train_set = open_shards(args, "train", accelerator, partial(decode, augment))
+    test_set = open_shards(args, "test", accelerator, partial(decode, resize))
     train_set = Ordered(train_set, args.seed, by_shard, train_set.index[:, 0], args.buffer)
     options = {"batch_size": args.batch_size, "num_workers": 2, "persistent_workers": True}
     return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)

@@ -131,7 +131,7 @@ def test_utterances_are_too_short_if_no_path_has_their_tokens():
 
 WRONG = {
     "unknown": ("wav2vec2", "a B-aA", 1, r"the tokenizer of --base has no '-AB', in 'a B-aA'"),
-    "empty": ("wav2vec2", "a", 0, r"reads 0.025 to inf s, .*, not 0 s, and 1 tokens"),
+    "short": ("wav2vec2", "a", 0.01, r"reads 0.025 to inf s, .*, not 0.01 s, and 1 tokens"),
     "long": ("whisper", "a", 3.5, r"reads 0.025 to 3 s, .* most 32 tokens, not 3.5 s"),
     "text": ("whisper", 33 * "a", 1, r"at most 32 tokens, not 1 s, and 3. tokens"),
 }

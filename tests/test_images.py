@@ -112,7 +112,7 @@ def test_a_sample_of_two_names_is_a_shard_that_has_changed(tmp_path):
         for name in ("a.png", "b.cls"):
             tar.addfile(tarfile.TarInfo(name))
     samples = lib.tar_samples.TarSamples([tmp_path / "0.tar"], torch.tensor([[0, 0, 1024]]), dict)
-    with pytest.raises(OSError, match=r"0\.tar has changed: delete index\.pt"):
+    with pytest.raises(OSError, match=r"0\.tar is not as indexed: delete the index"):
         samples[0]
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import struct
 import sys
 import tarfile
 import wave
@@ -349,6 +350,25 @@ def text(folder):
     llama(folder)
 
 
+def tokens(folder):
+    """Tokens in a file without a header, in one with llm.c's, and in Megatron's two."""
+    (folder / "tokens").mkdir(exist_ok=True)
+    tokenizer = bpe_tokenizer("<s>")
+    lines = [numpy.array(tokenizer.encode(f"{line}\n"), "<u2") for line in LINES[:6000]]
+    plain, header, megatron = (lines[begin::3] for begin in range(3))
+    numpy.concatenate(plain).tofile(folder / "tokens/plain.bin")
+    numbers = numpy.array([20240520, 1, sum(map(len, header))] + [0] * 253, "<i4")
+    content = b"".join(x.tobytes() for x in (numbers, *header))
+    (folder / "tokens/header.bin").write_bytes(content)
+    numpy.concatenate(megatron).tofile(folder / "tokens/megatron.bin")
+    lengths = numpy.array([len(line) for line in megatron], "<i4")
+    begins = 2 * (lengths.cumsum(dtype="<i8") - lengths)
+    documents = numpy.arange(len(lengths) + 1, dtype="<i8")
+    content = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, len(lengths), len(documents))
+    content += b"".join(x.tobytes() for x in (lengths, begins, documents))
+    (folder / "tokens/megatron.idx").write_bytes(content)
+
+
 def chats(folder):
     """Conversations in JSON lines, and a Llama with a chat template."""
     rows = []
@@ -495,7 +515,7 @@ def table(folder, rows=20000):
 
 ALL = photos, rare, shards, boxes, masks, captions, image_chats, painter
 ALL += text, chats, preferences, prompts, pairs, queries, labels, lines, entities, translations
-ALL += speech, recognizers, table
+ALL += speech, recognizers, table, tokens
 KINDS = {kind.__name__: kind for kind in ALL}
 
 
