@@ -4,7 +4,7 @@
 
     python tools/toy.py image_chats
     torchrun --standalone --nproc_per_node 2 mine.py --base toy/qwen \\
-        --chats toy/image_chats/chats.jsonl --train-vision --epochs 9 --batch-size 16 --lr 3e-3
+        --chats toy/image_chats/chats.jsonl --train-vision --epochs 15 --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own chats.jsonl:
 
@@ -37,9 +37,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from lib.chat import add_chat_flags, read_chats
+from lib.chat import add_chat_flags
 from lib.fine_tuning import make_optimizer
-from lib.image_chat import ImageChats, chat_processor, line_numbers, pad_image_chats, samples_of
+from lib.image_chat import ImageChats, chat_processor, pad_image_chats, read_image_chats
 from lib.order import Ordered, by_length
 
 
@@ -57,13 +57,7 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of dictionaries: what the processor makes of B
     chats, and "targets", (B, longest) int64, with -100 for what is no answer."""
     processor = chat_processor(args, accelerator)
-    numbers = line_numbers(args.chats)
-
-    def samples(line):
-        return samples_of(processor, line, f"{args.chats}, line {next(numbers)}", args)
-
-    form = '{"messages": [{"role": ..., "content": ...}, ...], "images": ["1.jpg", ...]}'
-    train, test = read_chats(args.chats, args, form, samples)
+    train, test = read_image_chats(processor, args)
     lengths = torch.tensor([sample[-1] for sample in train])
     train_set = Ordered(ImageChats(train), args.seed, by_length, lengths, args.global_batch_size)
     test_set = ImageChats(sorted(test, key=lambda sample: sample[-1]))

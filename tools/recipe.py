@@ -202,7 +202,10 @@ def with_metadata(own):
     listed = tomllib.loads(content).get("dependencies", [])
     nodes = [*ast.walk(parsed(own)), *ast.walk(parsed(infrastructure()))]
     used = [name for x in nodes if isinstance(x, IMPORTS) for name in imported(x).values()]
-    used = {name.partition(".")[0] for name in used} - {*map(module_of, listed)}
+    used = {name.partition(".")[0] for name in used}
+    if "PIL" in used:  # it comes with torchvision, with which transformers reads images
+        used.add("torchvision")
+    used -= {*map(module_of, listed)}
     lacking = [known[name] for name in known if name in used]
     if not lacking:
         return own

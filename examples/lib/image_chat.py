@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations with images, by the chat template of a pretrained model's processor."""
 
-import re
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import AutoProcessor
 
 from ddp_cifar import exit_with_error
-from lib.chat import Chat, answers_in, chat_tokenizer, tokens_in
+from lib.chat import Chat, answers_in, chat_tokenizer, read_chats, tokens_in
 from lib.images import read_image, stored_size
 
 PLACE = "<image>"  # of an image in a text, if "images" beside the messages has its name
@@ -36,34 +35,38 @@ def name_of(image):
     return image and image.removeprefix("file://")
 
 
-def parts_of(content, has_places, names):
+def parts_of(message, has_places, names):
     """Return the content of a message as a list of texts and images. Add the file of each image to
     `names`, or None. If it `has_places`, each <image> in a text is an image."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     parts = []
-    for part in content or []:
+    for part in content:
         if part["type"] == "text":
-            pieces = re.split(f"({PLACE})", part["text"]) if has_places else [part["text"]]
-            texts = [{"type": "text", "text": piece} for piece in pieces if piece]
-            parts += [IMAGE if x["text"] == PLACE and has_places else x for x in texts]
-            names += [None] * (len(pieces) // 2)
+            first, *others = part["text"].split(PLACE) if has_places else [part["text"]]
+            parts.append({"type": "text", "text": first})
+            for text in others:
+                parts += [IMAGE, {"type": "text", "text": text}]
+                names.append(None)
         elif part["type"] in ("image", "image_url"):
             parts.append(IMAGE)
             names.append(name_of(part))
         else:
             raise ValueError(f"a part of a message is of type {part['type']}, not text or image")
-    return parts
+    return [part for part in parts if part == IMAGE or part["text"]]
 
 
 def with_images(line):
     """Return the messages of a line, with contents that are lists of texts and images, and the
     files of these images in their order. They are named in the messages or beside them, by
-    "images". If there they have no place, it is before the first message of the user."""
+    "images". If they have no place there, it is before the first message of the user."""
     beside = [name_of(image) for image in line.get("images") or []]
     names = []
     messages = [
-        {**message, "content": parts_of(message.get("content"), bool(beside), names)}
+        {**message, "content": parts_of(message, bool(beside), names)}
         for message in line["messages"]
     ]
     if not names:
@@ -88,10 +91,22 @@ class ImageChat(Chat):
         return text, spans
 
 
-def line_numbers(path):
-    """Yield the numbers of the lines that are not blank."""
-    with open(path, "rb") as file:
-        yield from (number for number, line in enumerate(file, 1) if line.strip())
+def read_image_chats(processor, args):
+    """Return the samples of --chats, a list for training and one for the test, of which each line
+    has the same as those of `samples_with_images`."""
+
+    def names():
+        with open(args.chats, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{args.chats}, line {number}"
+
+    def samples(line):
+        return samples_with_images(processor, line, next(name), args)
+
+    name = names()
+    form = '{"messages": [{"role": ..., "content": ...}, ...], "images": ["1.jpg", ...]}'
+    return read_chats(args.chats, args, form, samples)
 
 
 @cache
@@ -101,7 +116,7 @@ def tokens_of_image(processor, size):
     return len(processor(text=[text], images=[[image]], add_special_tokens=False)["input_ids"][0])
 
 
-def samples_of(processor, line, named, args):
+def samples_with_images(processor, line, named, args):
     """Return the samples of a line of --chats, which is called `named` if an image cannot be read:
     (text, [(begin, end) of an answer in it], [path of an image], name, number of tokens)."""
     messages, names = with_images(line)
