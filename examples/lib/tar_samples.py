@@ -63,5 +63,5 @@ class TarSamples(Dataset):
             sample = {name_and_type(x)[1]: tar.extractfile(x).read() for x in files}
         keys = sorted({name_and_type(x)[0] for x in files})
         if len(keys) != 1:
-            raise OSError(f"{self.paths[shard]} is not as indexed: delete the index: {keys} are one")
+            raise OSError(f"{self.paths[shard]} is not as indexed: delete the index")
         return self.decode(sample | {"__key__": keys[0]})
