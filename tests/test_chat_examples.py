@@ -2,6 +2,7 @@
 test_adapting.py."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -109,20 +110,153 @@ def by_marks(tokenizer, template, messages):
 
 @pytest.mark.parametrize("template", LAST_TURNS)
 def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokenizer):
-    """As the model is used: transformers marks the answers of the conversation up to each."""
+    """As the model is used: transformers marks the answers of the conversation up to each. Also
+    where the template marks them."""
     for messages in CHATS:
         expected = []
         for end in range(2, len(messages) + 1, 2):
             tokens, _, begins = by_marks(tokenizer, LAST_TURNS[template], messages[:end])
             expected.append((tokens[:-1], [-100] * (begins[-1] - 1) + tokens[begins[-1] :]))
-        tokenizer.chat_template = LAST_TURNS[template].replace("MARK", "").replace("UNTIL", "")
-        samples = lib.chat.samples_of(tokenizer, messages, ARGS)
-        assert [tuple(x.T.tolist()) for x in samples] == expected
-        (last,) = lib.chat.samples_of(tokenizer, messages, ARGS, first=len(messages) - 1)
-        assert tuple(last.T.tolist()) == expected[-1]
-        tokens, mask, _ = by_marks(tokenizer, LAST_TURNS[template], messages)
-        targets = tokenized(tokenizer, messages, ARGS)[:, 1].tolist()
-        assert targets == [x if own else -100 for x, own in zip(tokens, mask, strict=True)][1:]
+        for marks in ({}, {"before": "", "after": ""}):
+            tokenizer.chat_template = marked(LAST_TURNS[template], **marks)
+            samples = lib.chat.samples_of(tokenizer, messages, ARGS)
+            assert [tuple(x.T.tolist()) for x in samples] == expected
+            (last,) = lib.chat.samples_of(tokenizer, messages, ARGS, first=len(messages) - 1)
+            assert tuple(last.T.tolist()) == expected[-1]
+
+
+def writing(content, prompt=""):
+    """A template that writes a content in this way, and begins an answer by a prompt."""
+    template = "{% for x in messages %}<|{{ x.role }}|>" + content + "<|end|>{% endfor %}"
+    return template + "{% if add_generation_prompt %}<|assistant|>" + prompt + "{% endif %}"
+
+
+def chat(*turns):
+    """Messages of a user and, in turns, an assistant: a text is a content."""
+    roles = ("user", "assistant") * len(turns)
+    given = [{"content": x} if isinstance(x, str) else x for x in turns]
+    return [{"role": role, **turn} for role, turn in zip(roles, given, strict=False)]
+
+
+def calling(arguments):
+    function = {"name": "weather", "arguments": arguments}
+    return {"content": None, "tool_calls": [{"type": "function", "function": function}]}
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+THOUGHT, INNER = {"content": "No.", "reasoning": "It is late."}, "<think>\nIt is late.</think>\nNo."
+ODD = """ "Ä" \t\\nabla\n\n{'a': [1]} </b> & \\\\ \U0001f642\n"""
+
+
+@pytest.mark.parametrize(
+    ("content", "messages", "left_out"),
+    [
+        ("{{ tools if loop.first }}{{ x.content }}", chat("a", calling({})), "tool calls of mes"),
+        ("{{ x.content }}", chat("a", THOUGHT), "reasoning of message 2, of the assistant"),
+        ("{{ x.content.split('</think>')[-1] }}", chat("a", INNER), "reasoning of message 2"),
+        ("{{ x.content[:3] }}", chat("a", "of four"), "content of message 2, of the assistant"),
+        (
+            "{{ x.content if x.role != 'developer' }}",
+            [{"role": "developer", "content": "Be brief."}, *CHATS[0]],
+            "content of message 1, of the developer",
+        ),
+        ("{{ x.content | trim | tojson }}", chat(ODD, ODD, ODD, ODD), None),
+        ("{{ x.reasoning_content if loop.last }}{{ x.content }}", chat("a", THOUGHT) * 2, None),
+        ("{{ x.content if loop.last else x.content.split('>')[-1] }}", chat("a", INNER) * 2, None),
+        ("{{ x.content.replace('think>', 'thought>') }}", chat("a", INNER), None),
+    ],
+)
+def test_what_a_template_leaves_out_is_an_error(content, messages, left_out, tokenizer):
+    """Not what it strips, or writes as JSON, nor the reasoning of earlier turns."""
+    tokenizer.chat_template = writing(content)
+    if not left_out:
+        assert lib.chat.samples_of(tokenizer, messages, ARGS, TOOLS)
+        return
+    with pytest.raises(ValueError, match=f"the chat template leaves out the {left_out}"):
+        lib.chat.samples_of(tokenizer, messages, ARGS, TOOLS)
+
+
+TEXT = '{"city":"Köln","days":[3]}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_object", "of_text"),
+    [
+        ("{{ y.arguments | tojson }}", '{"city": "Köln", "days": [3]}', None),
+        ("{{ y.arguments.city }}", "Köln", None),
+        ("{{ '' + y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
+        ("{{ y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
+    ],
+)
+def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, of_text, tokenizer):
+    """An object or a text. A template wants a text if it writes an object as Python does."""
+    calls = "{% for y in x.tool_calls | default([]) | map(attribute='function') %}"
+    tokenizer.chat_template = writing(f"{calls}{{{{ y.name }}}} {arguments}{{% endfor %}}")
+    question = {"role": "user", "content": "", "tool_calls": None}  # as in a row of a table
+    for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text or of_object)):
+        messages = [question, {"role": "assistant", **calling(given)}]
+        for tools in (None, TOOLS, json.dumps(TOOLS)):
+            (sample,) = lib.chat.samples_of(tokenizer, messages, ARGS, tools)
+            targets = sample[:, 1]
+            assert tokenizer.decode(targets[targets != -100]) == f"weather {expected}<|end|>"
+
+
+def test_answers_with_weight_0_are_no_targets(tokenizer):
+    """Also those that a template marks."""
+    whole = tokenized(tokenizer, CHATS[1], ARGS)
+    last = tokenized(tokenizer, CHATS[1], ARGS, first=3)
+    for template in (PLAIN, marked(TEMPLATES["one form for all roles"])):
+        tokenizer.chat_template = template
+        for weights, expected in (((1, 1), whole), ((0, None), last), ((0, 0), None)):
+            messages = [{**x, "weight": weights[i // 2]} for i, x in enumerate(CHATS[1])]
+            samples = lib.chat.samples_of(tokenizer, messages, ARGS)
+            assert samples == [] if expected is None else torch.equal(samples[0], expected)
+    with pytest.raises(ValueError, match="the weight of a message is 0"):
+        lib.chat.samples_of(tokenizer, chat("a", {"content": "b", "weight": 0.5}), ARGS)
+
+
+def test_an_answer_that_does_not_follow_its_prompt_is_said_once(tokenizer, capsys):
+    """It counts from its first token, if that begins as the prompt goes on."""
+    tokenizer.add_tokens(["<think>", "<tool>"])
+    tokenizer.chat_template = writing("{{ x.content }}", prompt="<think>")
+    for _ in range(2):
+        targets = tokenized(tokenizer, chat("a", "<tool>b", "c", "d"), ARGS)[:, 1]
+        assert tokenizer.decode(targets[targets != -100]) == "<tool>b<|end|>d<|end|>"
+    [line] = capsys.readouterr().err.splitlines()
+    assert "are generated behind '<|assistant|><think>', but some are trained without it" in line
+    tokenized(tokenizer, chat("a", "<think>b"), ARGS)
+    assert not capsys.readouterr().err
+
+
+ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
+    "an eos": (PLAIN, 4, [4], None),
+    "one of several": (PLAIN, [2, 4], [2, 4], None),
+    "none": (PLAIN, [0], [0, 4], "generation_config.json gets <|end|>, in which answers end here"),
+    "no token": (
+        "{% for x in messages %}{{ x.content }}{% endfor %}",
+        4,
+        [4],
+        "learns no end",
+    ),
+    "another form": ("{{ messages[3].content }}", [0], [0], None),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(case, base, tmp_path, capsys):
+    template, eos, expected, said = ENDS[case]
+    args = SimpleNamespace(base=tmp_path / "base", output_dir=tmp_path / "run")
+    shutil.copytree(base, args.base)
+    args.chat_template = tmp_path / "mine.jinja"
+    args.chat_template.write_text(template)
+    config = {"eos_token_id": eos, "temperature": 0.5, "do_sample": False}  # as some bases have
+    (args.base / "generation_config.json").write_text(json.dumps(config))
+    lib.chat.note.cache_clear()
+    lib.chat.chat_tokenizer(args, SimpleNamespace(is_main_process=True))
+    saved = json.loads((args.output_dir / "generation_config.json").read_text())
+    assert (saved["eos_token_id"], saved["temperature"]) == (expected, 0.5)
+    err = capsys.readouterr().err
+    assert said in err if said else "error" not in err and "answer" not in err
 
 
 def test_contents_are_texts_or_an_error():
@@ -240,6 +374,7 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     path = tmp_path / "pairs.jsonl"
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
     path.write_text("\n".join(map(json.dumps, [line, line, same, *[line] * 8])))
+    lib.chat.TARGETS.clear()
     args = SimpleNamespace(base=base, chat_template=None, output_dir=tmp_path, pairs=path, seed=0)
     args.length, args.batch_size, args.global_batch_size = 1000, 3, 3
     train, test = preferences.load_data(args, SimpleNamespace(is_main_process=True))
@@ -326,8 +461,6 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         trained.load_state_dict(weights, strict=False)
         expected = trained(tokens).logits
         adapter = run.directory / "adapter"
-        ends = [path / "generation_config.json" for path in (base, run.directory)]
-        assert ends[0].read_text() == ends[1].read_text()
         name = json.loads((adapter / "adapter_config.json").read_text())
         assert name["base_model_name_or_path"] == str(base)
         frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
@@ -354,6 +487,7 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
         "human": [human],
         "good": good,
         "alone": [good[0], alone],
+        "calls": [json.dumps({"messages": chat("a", calling("{}"))})],
     }
     for name, lines in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -361,6 +495,7 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     script = make(tmp_path / "mine.py", "ddp", "sft")
     template = ["--chat-template", tmp_path / "forgets.jinja"]
     cases = {
+        "line 1: ValueError('the chat template leaves out the tool calls of me": ["calls"],
         "line 2: ValueError('nothing comes before the answer')": ["alone"],
         "line 1: ValueError('no message has the role assistant, but human, g": ["human"],
         "line 1: ValueError('the chat template changes what comes before an": ["good", *template],

@@ -2,6 +2,7 @@
 test_adapting.py."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,8 @@ def base(tmp_path_factory):
 @pytest.fixture
 def args(base):
     sizes = {"length": 1000, "new_tokens": 9, "group": 2, "temperature": 1.3}
-    return SimpleNamespace(base=str(base), beta=0.0, mean_over="completions", **sizes)
+    options = {"chat_template": None, "beta": 0.0, "mean_over": "completions"}
+    return SimpleNamespace(base=str(base), **options, **sizes)
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def model(base):
 @pytest.fixture
 def batch(args):
     """That of four prompts, of several lengths."""
-    tokenizer = lib.completions.tokenizer_of(args.base)
+    tokenizer, _ = lib.completions.tokenizer_and_ends(args.base, None)
     lines = [{"prompt": text, "pattern": ".*"} for text in PROMPTS]
     rows = [(lib.completions.prompt_tokens(tokenizer, line, args), line) for line in lines]
     torch.manual_seed(0)
@@ -78,14 +80,18 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
         assert greedy[i, : len(exact)].equal(exact)
 
 
-def test_the_end_of_a_completion_counts_and_what_is_behind_does_not(model, args, batch):
-    tokenizer = lib.completions.tokenizer_of(args.base)
-    given = torch.tensor([[5, 2, 7], [5, 6, 7], [2, 2, 2], [5, 6, 2]])
+def test_the_end_of_a_completion_counts_and_what_is_behind_does_not(model, args, batch, tmp_path):
+    """It is the tokenizer's eos_token, or one of generation_config.json."""
+    shutil.copytree(args.base, tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text('{"eos_token_id": [2, 8]}')
+    args.base = str(tmp_path / "base")
+    tokenizer, _ = lib.completions.tokenizer_and_ends(args.base, None)
+    given = torch.tensor([[5, 2, 7], [5, 6, 7], [2, 2, 2], [5, 8, 2]])
     model.generate = lambda input_ids, **_: torch.cat((input_ids, given), dim=1)
     found, texts = lib.completions.complete(model, batch[0], None, args)
     assert tokenizer.eos_token_id == 2
-    assert found.tolist() == [[5, 2, -100], [5, 6, 7], [2, -100, -100], [5, 6, 2]]
-    assert texts == [tokenizer.decode(x) for x in ([5], [5, 6, 7], [], [5, 6])]
+    assert found.tolist() == [[5, 2, -100], [5, 6, 7], [2, -100, -100], [5, 8, -100]]
+    assert texts == [tokenizer.decode(x) for x in ([5], [5, 6, 7], [], [5, 8])]
 
 
 def losses_by_hand(model, reference, prompts, completions, rewards, beta):

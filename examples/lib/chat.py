@@ -219,15 +219,16 @@ class Chat:
         """Raise an error if a text leaves out a message. It may leave out earlier reasoning."""
         written = letters(text)
         for index, message in enumerate(self.messages):
-            answer = message["role"] == "assistant"
-            self.check(index, written, ["content"] if answer else ["content", "reasoning"])
+            self.check(index, written, reasoning=message["role"] != "assistant")
 
-    def check(self, index, written, kinds):
-        """Raise an error if the letters of a text leave out one of these kinds of a message."""
+    def check(self, index, written, reasoning):
+        """Raise an error if the letters of a text leave out a message's, with or without its
+        reasoning."""
         message = self.messages[index]
-        texts = texts_of(message)
-        for kind in kinds:
-            if not all(letters(text) in written for text in texts[kind]):
+        for kind, texts in texts_of(message).items():
+            if kind == "reasoning" and not reasoning:
+                continue
+            if not all(letters(text) in written for text in texts):
                 of = f"the {kind} of message {index + 1}, of the {message['role']}"
                 raise ValueError(f"the chat template leaves out {of}: {REMEDY}")
 
@@ -241,7 +242,7 @@ class Chat:
             raise ValueError(f"the chat template changes what comes before an answer: {REMEDY}")
         if begin < len(prompt):
             self.other_prompts.add(prompt[turn:])
-        self.check(index, letters(text[min(turn, begin) :]), ["content", "reasoning", "tool calls"])
+        self.check(index, letters(text[min(turn, begin) :]), reasoning=True)
         spans = self.marked_spans(index + 1) if self.marks else [(begin, len(text))]
         return text, [(max(begin, first), end) for first, end in spans if end > begin]
 
