@@ -217,7 +217,9 @@ def test_a_plain_script_and_the_copy_that_it_becomes_have_the_same_losses(
     monkeypatch.chdir(write_photos(tmp_path, 24))
     for kind in ("train", "test"):
         files = sorted(map(str, tmp_path.glob(f"{kind}/*/*.png")))
-        labels = [[(7 * index >> bit) % 2 for bit in range(5)] for index in range(1, len(files) + 1)]
+        labels = [
+            [(7 * index >> bit) % 2 for bit in range(5)] for index in range(1, len(files) + 1)
+        ]
         described = zip(files, labels, strict=True)
         lines = [json.dumps({"file": file, "labels": label}) for file, label in described]
         Path(f"{kind}.jsonl").write_text("\n".join(lines))
