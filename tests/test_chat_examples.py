@@ -376,9 +376,9 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     path.write_text("\n".join(map(json.dumps, [line, line, same, *[line] * 8])))
     lib.chat.TARGETS.clear()
     args = SimpleNamespace(base=base, chat_template=None, output_dir=tmp_path, pairs=path, seed=0)
-    args.length, args.batch_size, args.global_batch_size = 1000, 3, 3
+    args.length, args.batch_size, args.global_batch_size = 1000, 3, 6
     train, test = preferences.load_data(args, SimpleNamespace(is_main_process=True))
-    assert (len(train.dataset), len(test.dataset)) == (9, 1)
+    assert (len(train.dataset), len(test.dataset)) == (6, 1), "whole global batches"
     sequences, reference = next(iter(test))
     assert reference.shape == (1, 2)
     both = CHATS[1], [*PROMPT, OTHER]
@@ -505,3 +505,16 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     for text, (name, *flags) in cases.items():
         cases[text] = [script, "--chats", tmp_path / f"{name}.jsonl", *flags, "--base", base]
     assert_one_line(cases, tmp_path, imports=["transformers.models.llama"])
+
+
+def test_chats_of_similar_lengths_make_a_global_batch(base, tmp_path):
+    question = {"role": "user", "content": "Hi"}
+    answers = [{"role": "assistant", "content": i * "a"} for i in range(30)]
+    lines = [{"messages": [question, answer]} for answer in answers]
+    toy.write_json_lines(tmp_path / "chats.jsonl", lines)
+    args = SimpleNamespace(base=base, chat_template=None, length=1000, output_dir=tmp_path, seed=0)
+    args.chats, args.batch_size, args.global_batch_size = tmp_path / "chats.jsonl", 3, 12
+    train, _ = sft.load_data(args, SimpleNamespace(is_main_process=False))
+    lengths = [len(x) for x in train.dataset]
+    assert len(lengths) == 24 and len({*lengths}) > 9
+    assert lengths == sorted(lengths[:12]) + sorted(lengths[12:])

@@ -4,13 +4,16 @@ import json
 import re
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import check
 import machine
 import pytest
 import torch
 from conftest import LITTLE, MEASURED, ROOT, SMALL, copy, execute, launch, project, run
+from rich.console import Console
 
 STEPS = 5
 FLAGS = [*SMALL, "--batch-size", "8"]
@@ -122,8 +125,11 @@ def test_a_mistake_is_found_in_the_first_step(what, checked):
 
 @pytest.mark.slow
 def test_two_equal_runs_have_to_be_the_same(checked):
-    code, output, runs = checked("ddp", compute_loss="loss_by_clock")
+    own = ["--hang-timeout", "500"]
+    code, output, runs = checked("ddp", compute_loss="loss_by_clock", flags=own)
     assert code == 1 and [*runs] == ["1 process", "perturbed"], output
+    found = runs["perturbed"]["flags"]
+    assert [x for name, x in pairwise(found) if name == own[0]] == [check.LEAST_PATIENCE, own[1]]
     assert "perturbed: differs at step 1: loss " in output and ", in two equal runs\n" in output
 
 
@@ -212,17 +218,25 @@ def test_a_learning_rate_may_differ_by_its_rounding():
         assert run["verdict"] == verdict
 
 
-def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_only():
+def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_only(
+    tmp_path, monkeypatch
+):
     """Also evaluations, which compute with them."""
     theirs = {(1, "train", "loss"): 1.0, (1, "evaluation", "test_loss"): 1.0}
     theirs |= {(1, "weights", f"bn.{name}"): torch.ones(2) for name in ("weight", "running_mean")}
     ours = {**theirs, (1, "evaluation", "test_loss"): 2.0}
     ours[1, "weights", "bn.running_mean"] = torch.zeros(2)
-    for left_out, names in ((check.BATCHNORM, {"loss", "bn.weight"}), ((), None)):
-        run = {"differences": [], "reason": ""}
-        check.compare(run, ours, theirs, dict.fromkeys(theirs, 0.0), left_out)
-        assert {x["metric"] for x in run["differences"]} == (names or {x for _, _, x in theirs})
-        assert run["verdict"] == ("differs at step 1" if names is None else "bit for bit")
+    monkeypatch.setattr(check, "train", lambda *_: ours)
+    args = SimpleNamespace(processes=[1], copy="", flags=[])
+    one = check.Check(args, tmp_path, Console(quiet=True))
+    one.values["whole"] = theirs
+    killed = {"processes": 2, "tasks": ["step-00000001", "train"]}
+    every = {x for _, _, x in theirs}
+    cases = ({"processes": 2}, {"loss", "bn.weight"}), ({}, every), (killed, every)
+    for given, names in cases:
+        run = one.add("other", "whole", dict.fromkeys(theirs, 0.0), **given)
+        assert {x["metric"] for x in run["differences"]} == names
+        assert run["verdict"] == ("differs at step 1" if names == every else "bit for bit")
 
 
 def test_a_bound_is_ten_times_the_perturbeds_difference_up_to_the_next_step():
@@ -361,3 +375,34 @@ def test_the_command_with_its_launcher(tmp_path):
     killed = results["runs"][-1]
     assert killed["tasks"] == ["step-00000002", "train"]
     assert results["command"][0] == "mine/train.py"
+
+
+@pytest.mark.parametrize(("kills", "killed"), [(1, [7]), (2, [3, 6])])
+def test_a_kill_is_in_mid_epoch(kills, killed, tmp_path):
+    """Of 13 steps in epochs of 4 the middle would be 8, the thirds 4 and 8."""
+    args = SimpleNamespace(kills=kills, flags=[], gpus=0)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/summary.json").write_text('{"steps": 13, "steps_per_epoch": 4}')
+    one = check.Check(args, tmp_path, None)
+    one.add = lambda *_, **given: found.update(given)
+    found = {}
+    one.add_killed({"name": "whole", "processes": 2})
+    assert found["tasks"] == [*(f"step-{step:08}" for step in killed), "train"]
+
+
+def test_the_perturbed_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
+    hooks = []
+    monkeypatch.setattr(check, "register_optimizer_step_pre_hook", hooks.append)
+    monkeypatch.setattr(check.runpy, "run_path", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    check.run_copy("change", "mine.py")
+    for dtype, size in ((torch.float32, 1e-5), (torch.bfloat16, torch.finfo(torch.bfloat16).eps)):
+        weight = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
+        optimizer = torch.optim.SGD([weight])
+        hooks[0](optimizer)
+        changed = weight.clone()
+        assert (changed - 1).double().std().item() == pytest.approx(size, rel=0.2)
+        hooks[0](optimizer)
+        assert weight.equal(changed)

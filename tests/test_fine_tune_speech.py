@@ -154,3 +154,23 @@ def test_a_language_is_for_a_whisper_of_many_languages(kind, language, data, mon
     monkeypatch.setattr("fine_tune_speech.exit_with_error", exit_by_exception)
     with pytest.raises(Exit, match="argument --language: a Whisper of many languages needs it"):
         fine_tune_speech.build_model(SimpleNamespace(base=str(data / kind), language=language))
+
+
+def test_convolutions_are_frozen_and_no_layer_is_skipped(data, tmp_path):
+    model = transformers.AutoModelForCTC.from_pretrained(data / "wav2vec2", layerdrop=0.1)
+    model.save_pretrained(tmp_path)
+    args = SimpleNamespace(base=str(tmp_path), language=None)
+    model = fine_tune_speech.build_model(args)
+    convolutions = [*model.wav2vec2.feature_extractor.parameters()]
+    assert {x for x in model.parameters() if not x.requires_grad} == {*convolutions}
+    assert convolutions and model.config.layerdrop == 0
+
+
+def test_utterances_of_similar_lengths_make_a_global_batch(data):
+    args = SimpleNamespace(base=str(data / "wav2vec2"), language=None, seed=0)
+    args.train, args.test = (data / f"speech/{x}.tsv" for x in ("train", "test"))
+    args.batch_size, args.global_batch_size = 5, 15
+    train, _ = fine_tune_speech.load_data(args, SimpleNamespace(is_main_process=False))
+    lengths = [len(inputs["input_values"]) for inputs, _, _ in train.dataset]
+    assert len(lengths) == 30 and len({*lengths}) > 1
+    assert lengths == sorted(lengths[:15]) + sorted(lengths[15:])

@@ -306,13 +306,14 @@ def test_a_renamed_copy_gets_the_title_and_the_commands_of_a_task(make, tmp_path
     assert ours.replace("'a b.py'", "other.py") == theirs
 
 
-def test_a_copy_whose_flags_are_edited_gets_no_commands_that_may_not_run(make, tmp_path):
+@pytest.mark.parametrize("flag", ["base", "compile"])
+def test_a_copy_whose_flags_are_edited_gets_no_commands_that_may_not_run(flag, make, tmp_path):
     make("new", "own.py", "fine_tune")
     path = tmp_path / "own.py"
     assert "--base toy/llama" in make("add", path.name, "ema")[-1]
     text = path.read_text()
     required = 'parser.add_argument("--net", required=True)'
-    old = 'parser.add_argument("--base", required=True'
+    old = f'parser.add_argument("--{flag}", '
     assert text.count(old) == 1
     path.write_text(text.replace(old, f"{required}\n    {old}"))
     assert make("add", path.name, "lora")[1:] == [
@@ -406,3 +407,11 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     assert lines.returncode != 0 and lines.stderr.startswith("nothing was written: there is no ")
     assert f"    {TASK}   " in lines.stderr
     assert not {"order", "tar_samples"} & {*new.EXAMPLES}  # others import from these
+
+
+def test_a_new_pipeline_is_trained_in_a_second_way_on_four_processes(make, tmp_path):
+    """It does not run on one."""
+    *_, two, four, _ = make("new", "own.py", recipe="pipeline")
+    assert two.startswith(f"torchrun --standalone --nproc_per_node 2 {tmp_path}/own.py --data ")
+    output = f" --output-dir {four.split()[-1]}"
+    assert four == two.replace("_node 2 ", "_node 4 ") + output

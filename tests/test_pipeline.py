@@ -23,6 +23,7 @@ from conftest import (
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from weights import read_weights
 
 recipe = load("recipes/pipeline_cifar.py", exits=True)
 TWO = ["--chunks", 2]  # more would take more time
@@ -199,6 +200,8 @@ def test_weights_tied_within_a_stage_are_written_once_and_load_in_the_plain_mode
     weights = load_file(outcome.directory / "run/model.safetensors")
     tied = ["4.weight", "4.bias", "6.weight"]
     assert model.load_state_dict(weights, strict=False) == (tied, [])
+    saved = read_weights(outcome.directory / "run/step-00000002.pt")
+    assert all(torch.equal(saved[name], x) for name, x in weights.items())
     summary = json.loads((outcome.directory / "run/summary.json").read_text())
     data = recipe.ImageTensors(*recipe.synthetic_images(64, seed=2), torch.device("cpu"))
     images, labels = data.__getitems__(range(64))

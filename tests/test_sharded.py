@@ -25,6 +25,7 @@ from conftest import (
 )
 from safetensors.torch import load_file
 from torch import nn
+from weights import read_weights
 
 recipe = load("recipes/sharded_cifar.py", exits=True)
 
@@ -287,6 +288,8 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
         assert_same_training(run, whole, 0 if n == 2 else ROUNDING)
     folders = [x / "step-00000004" for x in (again[2], whole.directory)]
     assert_equal(*map(checkpoint, folders))
+    weights = read_weights(folders[0])
+    assert_equal({name: weights[name] for name in whole.weights}, whole.weights)
     many, one = ([len(files) for files in files_of_ranks(folder)] for folder in folders)
     assert one == [1, 1] and min(many) > 3
 

@@ -243,12 +243,16 @@ def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
 
 def test_masks_have_the_shares_of_bert(runs):
     """arXiv:1810.04805, section 3.1: of the tokens, 0.15; of these, a mask for 0.8, and 0.1 are
-    kept. Special tokens are never chosen."""
+    kept. Special tokens are never chosen. Each epoch has other masks."""
     args = args_of(runs["masked_lm"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.base)
     data = masked_lm.Masked(args.train, tokenizer, args)
     samples = SeededSamples(data, 0)
+    samples.set_epoch(1)
+    others = [samples[i] for i in range(len(data))]
+    samples.set_epoch(0)
     samples = [samples[i] for i in range(len(data))]
+    assert not any(one.equal(other) for (_, one), (_, other) in zip(samples, others, strict=True))
     inputs, targets = map(torch.stack, zip(*samples, strict=True))
     chosen = targets >= 0
     assert torch.equal(inputs[~chosen], data.sequences[~chosen])
@@ -399,3 +403,16 @@ def test_a_tag_that_training_does_not_know_and_a_word_without_a_tag_are_one_line
         entities.labelled_tokens(None, str(tmp_path / "a.conll"), config, args)
     with pytest.raises(Exit, match="conll, line 2: 'Rome' is a word without a tag"):
         entities.labelled_tokens(None, str(tmp_path / "b.conll"), config, args)
+
+
+def test_a_beam_search_reads_no_padding(monkeypatch):
+    """The texts of a barely trained model may be the same without a search and a mask."""
+    given = {}
+    monkeypatch.setattr("seq2seq.generate", lambda _, **x: given.update(x) or torch.zeros(2, 1))
+    sources = {"input_ids": torch.tensor([[3, 4], [5, 0]]), "attention_mask": torch.eye(2)}
+    batch = {**sources, "labels": torch.zeros(2, 3, dtype=torch.int64), "texts": ["a", "b"]}
+    answer = SimpleNamespace(logits=torch.zeros(2, 3, 9))
+    with torch.no_grad():
+        seq2seq.compute_loss(lambda **_: answer, batch, SimpleNamespace(beams=3, new_tokens=8))
+    assert all(given.pop(name) is x for name, x in sources.items())
+    assert given == {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}

@@ -158,15 +158,23 @@ def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
 
 
 def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch):
-    """Of the same images and captions. Of others, or at another size, it encodes again."""
+    """Of the same images and captions. Of others, by another model, or at another size, it encodes
+    again."""
     accelerator = SimpleNamespace(is_main_process=True, device="cpu")
     accelerator.main_process_first = lambda: torch.no_grad()
     calls = []
     monkeypatch.setattr(
         "lib.latents.encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
     )
-    args.output_dir = str(tmp_path)
-    for caption, args.size, expected in (("a", 32, 1), ("a", 32, 1), ("b", 32, 2), ("a", 64, 3)):
-        rows = [("0.png", caption)]
-        assert lib.latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
-        assert len(calls) == expected
+    args.output_dir = args.images = str(tmp_path)
+    first = {"caption": "a", "size": 32, "base": args.base, "image": "one"}
+    others = {"caption": "b", "size": 64, "base": "another", "image": "another"}
+    for changed in ({}, *({name: x} for name, x in others.items())):
+        now = SimpleNamespace(**first | changed)
+        (tmp_path / "0.png").write_text(now.image)
+        args.base, args.size = now.base, now.size
+        for _ in range(2):
+            rows = [("0.png", now.caption)]
+            assert lib.latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
+        assert len(calls) == 1, changed
+        calls.clear()
