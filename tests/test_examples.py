@@ -99,7 +99,7 @@ def test_fast_cifar_cuts_a_square_tests_both_mirror_images_and_decays_only_weigh
     assert cut[:, :1].expand_as(cut).equal(cut) and missing.max() == 12 * 12
     # Of each axis, the mean over the 32 places of the corner.
     inside = sum(min(top + 12, 32) - max(top, 0) for top in range(-6, 26)) / 32
-    assert missing.float().mean().item() == pytest.approx(inside**2, rel=0.03)
+    assert missing.float().mean().item() == pytest.approx(inside**2, rel=0.05)  # 8 deviations
 
     mine = load(make(tmp_path / "mine.py", "ddp", "fast_cifar"))
     args = SimpleNamespace(model="simple_cnn", lr=0.1, global_batch_size=128)

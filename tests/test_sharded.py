@@ -12,6 +12,7 @@ import torch
 from conftest import (
     COMPILER,
     IN_FLOAT64,
+    LITTLE,
     LITTLE_DATA,
     ROUNDING,
     SMALL,
@@ -49,7 +50,7 @@ def assert_equal(one, other):
 
 
 # A small checkpoint has as many files as a large one.
-FILES = "\nFILE_SIZE = 1000\n"
+FILES = "\nFILE_SIZE = 300\n"
 EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
     "1": (1, ["--batch-size", 32]),
     "2, whole gradients": (2, ["--batch-size", 4]),
@@ -61,11 +62,11 @@ EQUAL = {  # processes and flags: of the whole run, or of one that continues ano
 def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path):
     """Also accumulated and clipped, of samples that weigh unequally, and when a run continues on
     another number of processes."""
-    flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.3]
+    flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.1]
     text = project("sharded", compute_loss="weighted_loss") + IN_FLOAT64
-    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, project=text)
+    script = copy("ddp_cifar", tmp_path / "ddp.py", *LITTLE, project=text)
     runs = [(1, script, [*flags, "--batch-size", 32])]
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text + FILES)
+    script = copy("sharded_cifar", tmp_path / "mine.py", *LITTLE, project=text + FILES)
     flags += ["--checkpoint-every", 3]
     for name, (processes, own) in EQUAL.items():
         runs.append((processes, script, [*flags, *own], {"directory": tmp_path / name}))
@@ -79,7 +80,7 @@ def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path
     for run in ours:
         assert_same_training(run, ddp, ROUNDING)
     norms = [line["grad_norm"] for line in ddp.train]
-    assert len(norms) == 5 and min(norms) > 0.3, "nothing was clipped"
+    assert len(norms) == 5 and min(norms) > 0.1, "nothing was clipped"
     losses = [line["loss"] for line in ddp.train]
     assert max(losses) - min(losses) > 1e-3, "weights that have not moved prove nothing"
 
