@@ -30,7 +30,7 @@ FCOS = [
 ]
 FCOS += [("Head(256,", "Head(64,"), (PYRAMID, MAPS)]
 SMALLER = {
-    **dict.fromkeys(("language_model", "by_length", "mixture"), LLAMA),
+    **dict.fromkeys(("language_model", "by_length", "mixture", "tokens"), LLAMA),
     **{task: [(RESNET, OURS)] for task in ("photos", "balanced", "tar_shards")},
     "contrastive": [("(64, 128, 256)", "(8, 16, 32)"), ("256 * 16, 256", "32 * 16, 256")],
     "diffusion": [("width=64", "width=16"), ("steps=50", "steps=5")],

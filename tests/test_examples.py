@@ -279,7 +279,7 @@ def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
 
 FINE_TUNED = ["sft", "preferences", "fine_tune", "text_classification", "embeddings", "clip"]
 FINE_TUNED += ["detection", "vision_chat"]
-FROM_SCRATCH = ["by_length", "diffusion", "gan", "mixture", "segmentation", "vit"]
+FROM_SCRATCH = ["by_length", "diffusion", "gan", "mixture", "segmentation", "tokens", "vit"]
 
 
 @pytest.mark.parametrize("name", [*FINE_TUNED, *FROM_SCRATCH])

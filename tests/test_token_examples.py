@@ -1,0 +1,164 @@
+"""Losses of targets in chunks of logits, and files of tokens, against independent references. That
+copies with them train: test_adapting.py."""
+
+import struct
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from composed import assert_one_line, make
+from conftest import ROUNDING_FLOAT32, train_forked
+from lazy import lib, lora, tokens, transformers
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+SIZES |= {"intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
+OF_OPT = {"ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 30}
+CASES = {
+    "compiled, tied": ("Llama", {"tie_word_embeddings": True}),
+    "an adapted head": ("Llama", {"tie_word_embeddings": False}),
+    "capped logits": ("Gemma2", {"final_logit_softcapping": 0.5}),
+    "a decoder in the model": ("OPT", OF_OPT),
+}
+
+
+def language_model(case):
+    kind, options = CASES[case]
+    model = getattr(transformers, f"{kind}ForCausalLM")
+    model = model(getattr(transformers, f"{kind}Config")(**SIZES, **options)).train()
+    for module in model.modules():
+        module.p = module.dropout = 0.0  # OPT's
+    if case == "an adapted head":
+        model = lora.with_lora(model)
+        for name, parameter in model.named_parameters():
+            parameter.data += 0.1 * ("lora_B" in name)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_of_logits_have_the_losses_and_gradients_of_all(case, monkeypatch):
+    """Logits of the counted targets alone, of three at a time; the last ones once."""
+    monkeypatch.setattr(lib.token_losses, "LOGITS", 3 * 50 + 7)
+    model = language_model(case)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    inputs, targets = torch.randint(50, (2, 3, 9)).unbind(1)[:2]
+    targets[0, ::2] = targets[1, 1:7] = -100
+    logits = model(inputs, use_cache=False).logits.double()
+    exact = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 9)
+    weights = torch.rand(2, 9)
+    expected = torch.autograd.grad((exact * weights).sum(), trained)
+
+    model = lib.token_losses.with_token_losses(model)
+    if "compiled" in case:
+        model.compile(backend="eager")
+    rows = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda _, given, out: rows.append(out.numel() // 50))
+    losses = model(inputs, targets=targets, use_cache=False)
+    assert losses.dtype == torch.float32 and rows == [3, 3, 1]
+    torch.testing.assert_close(losses.double(), exact, rtol=ROUNDING_FLOAT32, atol=1e-6)
+    found = torch.autograd.grad((losses * weights).sum(), trained)
+    assert rows == [3, 3, 1, 3, 3]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=ROUNDING_FLOAT32)
+    assert model(inputs, use_cache=False).logits.shape == (2, 9, 50), "without targets"
+
+
+def test_chunks_train_as_one_in_ddp_and_in_sharded(tmp_path):
+    content = numpy.random.default_rng(0).integers(50, size=2000).astype("<u2")
+    content.tofile(tmp_path / "a.bin")
+    flags = ["--cpu", "--train", tmp_path / "a.bin", "--vocabulary", 50, "--length", 16]
+    flags += ["--global-batch-size", 8, "--max-steps", 3, "--epochs", 1]
+    whole = make(tmp_path / "whole.py", "ddp", "tokens")
+    chunked = [("LOGITS = 2**27", "LOGITS = 50 * 7")]
+    runs = [(1, whole, flags)]
+    for recipe in ("ddp", "sharded"):
+        runs.append((2, make(tmp_path / f"{recipe}.py", recipe, "tokens", replaced=chunked), flags))
+    exact, *others = train_forked(tmp_path, *runs)
+    for run in others:
+        for name in ("loss", "grad_norm"):
+            expected = [line[name] for line in exact.train]
+            assert [line[name] for line in run.train] == pytest.approx(expected, rel=1e-4)
+
+
+def header(magic, count):
+    return numpy.array([magic, 1, count] + [0] * 253, "<i4").tobytes()
+
+
+def index(code, lengths, magic=b"MMIDIDX\0\0"):
+    lengths = numpy.array(lengths, "<i4")
+    content = struct.pack("<9sQBQQ", magic, 1, code, len(lengths), len(lengths) + 1)
+    begins = lengths.cumsum() - lengths
+    return content + lengths.tobytes() + bytes(8 * (2 * len(begins) + 1))
+
+
+def files_of(kind, content):
+    """{ending: bytes} of an array of tokens."""
+    short, long = content.astype("<u2").tobytes(), content.astype("<u4").tobytes()
+    return {
+        "no header": {".bin": short},
+        "no header, long": {".bin": long},
+        "llm.c": {".bin": header(20240520, len(content)) + short},
+        "llm.c, long": {".bin": header(20240801, len(content)) + long},
+        "Megatron": {".bin": short, ".idx": index(8, [3, len(content) - 3])},
+        "Megatron, long": {".bin": long, ".idx": index(4, [len(content)])},
+    }[kind]
+
+
+def args_of(directory, **options):
+    options = {"length": 8, "batch_size": 4, "test": None, "vocabulary": 60000} | options
+    return SimpleNamespace(train=sorted(map(str, directory.glob("*.bin"))), **options)
+
+
+@pytest.mark.parametrize("kind", ["no header", "llm.c", "Megatron"])
+@pytest.mark.parametrize("long", [False, True])
+def test_windows_of_files_of_tokens_lie_one_after_the_other(kind, long, tmp_path):
+    top = 100000 if long else 60000
+    generator = numpy.random.default_rng(0)
+    parts = [generator.integers(top, size=size) for size in (30, 9, 416)]
+    for number, part in enumerate(parts):
+        for ending, content in files_of(kind + ", long" * long, part).items():
+            (tmp_path / f"{number}{ending}").write_bytes(content)
+    args = args_of(tmp_path, vocabulary=top)
+    train, test = (loader.dataset for loader in tokens.load_data(args, None))
+    expected = [part[i : i + 9].tolist() for part in parts for i in range(0, len(part) - 8, 8)]
+    assert [x.tolist() for x in [*train, *test]] == expected and len(test) == 1
+    args.test = args.train[1:2]
+    train, test = (loader.dataset for loader in tokens.load_data(args, None))
+    assert len(train) == len(expected) and [x.tolist() for x in test] == [parts[1].tolist()]
+
+
+def test_files_that_are_cut_off_or_of_another_format_are_one_line(tmp_path):
+    good = numpy.arange(100)
+    short = good.astype("<u2").tobytes()
+    cases = {
+        "has 199 bytes, not a multiple of 2": {".bin": short[:-1]},
+        "has 150 bytes, not 100 tokens of 2": {".bin": header(20240520, 100) + short[:150]},
+        "has the magic number 20240522, none of 20240520": {".bin": header(20240522, 1) + short},
+        "has 200 bytes, not 99 tokens of 2": {".bin": short, ".idx": index(8, [99])},
+        "is no index of Megatron's": {".bin": short, ".idx": index(8, [100], b"TNTIDX\0\0")},
+        "is no index of Megatron's: move": {".bin": short, ".idx": b"MMIDIDX"},
+        "mmap length is greater": {".bin": short, ".idx": index(8, [100])[:36]},
+        "cannot mmap an empty file": {".bin": b""},
+        "has less than --length + 1 tokens": {".bin": short[:16]},
+    }
+    for number, (text, files) in enumerate(cases.items()):
+        for ending, content in files.items():
+            (tmp_path / f"{number}{ending}").write_bytes(content)
+        with pytest.raises(OSError, match=text.replace("+", r"\+")) as found:
+            lib.token_files.Windows(tmp_path / f"{number}.bin", 8, 100)
+        assert f"{number}." in str(found.value)
+    good = good % 90
+    good[40] = 99
+    (tmp_path / "good.bin").write_bytes(good.astype("<u2").tobytes())
+    script = make(tmp_path / "mine.py", "ddp", "tokens")
+    flags = ["--length", 8, "--batch-size", 1, "--epochs", 1, "--train"]
+    over = "good.bin: token 40 is 99, outside of the 99 words: set a larger --vocabulary"
+    cases = {
+        over: [script, "--vocabulary", 99, *flags, "good.bin"],
+        "0.bin has 199 bytes": [script, *flags, "good.bin", "0.bin"],
+    }
+    assert_one_line(cases, tmp_path, statuses=(1, 2), imports=["transformers.models.llama"])
