@@ -286,7 +286,7 @@ FROM_SCRATCH = ["by_length", "diffusion", "gan", "mixture", "segmentation", "tok
 def test_a_task_has_defaults_that_suit_its_optimizer(name, tmp_path):
     """The recipes' rate is for SGD: Adam would diverge."""
     mine = load(make(tmp_path / "mine.py", "ddp", name))
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(conflict_handler="resolve")  # as in the recipes
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--clip-norm", type=float)
     mine.add_flags(parser)

@@ -39,7 +39,7 @@ def name_and_type(file):
 
 
 @lru_cache(100)  # that many stay open
-def opened(path):
+def open_file(path):
     return open(path, "rb", buffering=0)
 
 
@@ -57,7 +57,7 @@ class TarSamples(Dataset):
 
     def __getitem__(self, index):
         shard, offset, size = self.index[index].tolist()
-        content = os.pread(opened(self.paths[shard]).fileno(), size, offset)
+        content = os.pread(open_file(self.paths[shard]).fileno(), size, offset)
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             files = list(filter(tarfile.TarInfo.isfile, tar))
             sample = {name_and_type(x)[1]: tar.extractfile(x).read() for x in files}
