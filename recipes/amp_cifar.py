@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure b884be87ebc3: identical in all recipes, edit only above it
+# ================= shared infrastructure e673d84adda1: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1341,9 +1341,9 @@ def choose_device(args):
     if gpus > LOCAL_WORLD_SIZE and LOCAL_RANK == 0:
         log_line(f"{gpus - LOCAL_WORLD_SIZE} of {gpus} GPUs are unused: start one process per GPU")
     if gpus:
-        device = LOCAL_RANK % gpus  # a launcher may show each rank its own GPU alone
-        os.environ["LOCAL_RANK"] = str(device)  # read by Accelerate
-        torch.cuda.set_device(device)
+        if LOCAL_RANK >= gpus:  # each rank sees its own GPU alone, by which Accelerate goes
+            os.environ["LOCAL_RANK"] = str(LOCAL_RANK % gpus)
+        torch.cuda.set_device(LOCAL_RANK % gpus)
         # The class of torch 2.11 to 2.14, whose monitor must not abort before the Watcher.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(TIMEOUT.seconds))

@@ -91,6 +91,12 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
         assert made_by == "_create_nccl_process_group", "torch reads the variable at its import"
 
 
+def test_a_process_without_a_launcher_is_not_taken_for_one_of_several(start):
+    """With LOCAL_RANK Accelerate would make a process group, for which it has no address."""
+    start(**TWO_GPUS)
+    assert start.devices == [0] and "LOCAL_RANK" not in os.environ
+
+
 def test_without_a_gpu_the_accelerator_is_told_to_use_the_cpu(start):
     """Otherwise the processes of a launch would not see each other."""
     run = start(device_count=0)
