@@ -239,7 +239,7 @@ def test_statistics_of_batchnorm_are_compared_for_the_same_number_of_processes_o
         assert run["verdict"] == ("differs at step 1" if names == every else "bit for bit")
 
 
-def test_a_bound_is_ten_times_the_perturbeds_difference_up_to_the_next_step():
+def test_a_bound_is_ten_times_the_perturbed_runs_difference_up_to_the_next_step():
     """Two opposite jumps of an accuracy may leave the rounding of a quotient."""
     found = [(1, "loss", 0), (1, "accuracy", 0), (1, "near 0", 0.5)]
     found += [(2, "loss", 1e-5), (2, "accuracy", 8e-11), (2, "near 0", 0.3)]
@@ -390,7 +390,7 @@ def test_a_kill_is_in_mid_epoch(kills, killed, tmp_path):
     assert found["tasks"] == [*(f"step-{step:08}" for step in killed), "train"]
 
 
-def test_the_perturbed_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
+def test_the_perturbed_run_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
     hooks = []
     monkeypatch.setattr(check, "register_optimizer_step_pre_hook", hooks.append)
     monkeypatch.setattr(check.runpy, "run_path", lambda *_, **__: None)

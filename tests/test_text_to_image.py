@@ -1,6 +1,7 @@
 """What text_to_image computes, and that diffusers loads it. That its copies train the same in every
 way: test_adapting.py."""
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -167,11 +168,12 @@ def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch
         "lib.latents.encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
     )
     args.output_dir = args.images = str(tmp_path)
-    first = {"caption": "a", "size": 32, "base": args.base, "image": "one"}
-    others = {"caption": "b", "size": 64, "base": "another", "image": "another"}
+    first = {"caption": "a", "size": 32, "base": args.base, "image": "one", "written": 1}
+    others = {"caption": "b", "size": 64, "base": "another", "image": "another", "written": 2}
     for changed in ({}, *({name: x} for name, x in others.items())):
         now = SimpleNamespace(**first | changed)
         (tmp_path / "0.png").write_text(now.image)
+        os.utime(tmp_path / "0.png", (0, now.written))
         args.base, args.size = now.base, now.size
         for _ in range(2):
             rows = [("0.png", now.caption)]
