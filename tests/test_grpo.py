@@ -3,6 +3,7 @@ test_adapting.py."""
 
 import json
 import shutil
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +67,9 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
     model, args, batch
 ):
     prompts, _, numbers = batch
-    model.generation_config.repetition_penalty = 1.5  # the base's own, which is left out
+    plain = deepcopy(model)
+    # The base's own, which are left out.
+    model.generation_config.update(repetition_penalty=1.5, no_repeat_ngram_size=1)
     drawn, texts = lib.completions.complete(model, prompts, numbers[:, 0], args)
     other, _ = lib.completions.complete(model, prompts, numbers[:, 1], args)
     greedy, _ = lib.completions.complete(model, prompts, None, args)
@@ -75,8 +78,7 @@ def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformer
         alone = prompt[prompt != -100][None]
         found, text = lib.completions.complete(model, alone, numbers[i : i + 1, 0], args)
         assert drawn[i, : found.shape[1]].equal(found[0]) and texts[i] == text[0]
-        options = {"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.0}
-        exact = model.generate(alone, **options)[0, alone.shape[1] :]
+        exact = plain.generate(alone, max_new_tokens=9, do_sample=False)[0, alone.shape[1] :]
         assert greedy[i, : len(exact)].equal(exact)
 
 

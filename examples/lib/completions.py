@@ -77,9 +77,11 @@ def complete(model, prompts, numbers, args):
     """Return the completions of prompts, (B, N) int64 in, (B, T) int64 out, with -100 behind the
     end, and their texts. They are drawn by `numbers`, (B, T), or greedy without them."""
     tokenizer, ends = tokenizer_and_ends(args.base, args.chat_template)
-    # Without what the base's own configuration adds: it would not be the policy's probability.
-    config = GenerationConfig(max_new_tokens=args.new_tokens, do_sample=False, num_beams=1)
-    config.update(repetition_penalty=1.0, eos_token_id=ends, pad_token_id=ends[0])
+    options = {"max_new_tokens": args.new_tokens, "eos_token_id": ends, "pad_token_id": ends[0]}
+    config = GenerationConfig(do_sample=False, num_beams=1, **options)
+    # In place of the base's own, from which transformers takes what is not set: a penalty there
+    # would change the policy's probabilities.
+    getattr(model, "module", model).generation_config = config
     mask = (prompts != -100).long()
     inputs = {"input_ids": prompts.clamp(min=0), "attention_mask": mask}
     drawn = [] if numbers is None else [Draw(numbers, args.temperature)]
