@@ -33,7 +33,6 @@ Group: vision. Recipes: ddp, amp, sharded.
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -41,6 +40,7 @@ from lib.chat import add_chat_flags
 from lib.fine_tuning import make_optimizer
 from lib.image_chat import ImageChats, chat_processor, pad_image_chats, read_image_chats
 from lib.order import Ordered, by_length
+from lib.token_losses import with_token_losses
 
 
 def add_flags(parser):
@@ -78,14 +78,11 @@ def build_model(args):
         model = AutoModelForImageTextToText.from_pretrained(args.base, dtype=dtype).train()
     if not args.train_vision:
         model.get_encoder("image").requires_grad_(False)
-    return model
+    return with_token_losses(model)
 
 
 def compute_loss(model, batch, args):
     """Return the mean loss of each chat's answers, and the number of their tokens as its weight."""
-    inputs = dict(batch)
-    targets = inputs.pop("targets")
-    logits = model(**inputs, use_cache=False).logits[: len(targets)].float()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    counted = (targets != -100).sum(1)
-    return {"loss": losses.view_as(targets).sum(1) / counted, "weight": counted}
+    losses = model(**batch, use_cache=False)
+    counted = (batch["targets"] != -100).sum(1)
+    return {"loss": losses.sum(1) / counted, "weight": counted}

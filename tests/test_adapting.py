@@ -27,6 +27,7 @@ ADDED = {
     "fine_tune": ["lora"],
     "embeddings": ["lora"],
     "sft": ["lora"],
+    "vision_chat": ["lora"],
     "grpo": ["lora"],
     "text_to_image": ["lora"],
     "segmentation": ["lora", "trace", "best_weights"],
@@ -77,6 +78,7 @@ IMPORTS += ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset
 IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
 IMPORTS += [f"transformers.models.{name}.modeling_{name}" for name in ("wav2vec2", "whisper")]
 IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
+IMPORTS += ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
 IMPORTS += ["diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 
 

@@ -11,6 +11,7 @@ from composed import assert_one_line, make, write_photos
 from lazy import lib, photos, segmentation, tar_shards
 from PIL import Image
 from torchvision.transforms.v2 import Identity
+from torchvision.transforms.v2.functional import to_image
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,11 @@ def of_shards(path):
     return tar_shards.decode(Identity(), sample)[0]
 
 
-READERS = [of_photos, of_detection, of_clip, of_segmentation, of_shards]
+def of_vision_chat(path):
+    return to_image(lib.image_chat.ImageChats([("", [], [path], "a row", 1)])[0][2][0])
+
+
+READERS = [of_photos, of_detection, of_clip, of_segmentation, of_shards, of_vision_chat]
 
 
 def picture(seed=0):

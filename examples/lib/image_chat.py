@@ -56,7 +56,7 @@ def parts_of(message, has_places, names):
             names.append(name_of(part))
         else:
             raise ValueError(f"a part of a message is of type {part['type']}, not text or image")
-    return [part for part in parts if part == IMAGE or part["text"]]
+    return [part for part in parts if part == IMAGE or part["text"]] or parts
 
 
 def with_images(line):
@@ -82,10 +82,6 @@ def with_images(line):
 class ImageChat(Chat):
     """A conversation with images, whose samples are texts and the spans of their answers: its
     processor makes the tokens together with the pixels."""
-
-    def __init__(self, tokenizer, messages, tools):
-        super().__init__(tokenizer, [], tools)
-        self.messages = messages
 
     def sample(self, text, spans):
         return text, spans

@@ -1,0 +1,290 @@
+"""What vision_chat computes and saves, against transformers, with models that join images by their
+patches and that pad them. That its copies train the same in every way: test_adapting.py."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toy
+from composed import assert_one_line, make
+from conftest import ROUNDING_FLOAT32, train_forked
+from lazy import lib, transformers, vision_chat
+from PIL import Image
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+IMPORTS = ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft"]
+IMPORTS += ["transformers.models.qwen2_vl.video_processing_qwen2_vl"]
+BEGIN_OF_CONTENT, END_OF_CONTENT = "{% for part in", "{% endfor %}<|end|>"
+
+
+def idefics3(folder):
+    """An Idefics3, which cuts an image into tiles. Its tokenizer begins each text with a token."""
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    special = f"<s> <|user|> <|assistant|> <|end|> <image> <global-img> {' '.join(tiles)} </s>"
+    names = {"bos_token": "<s>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    tokenizer = toy.bpe_tokenizer(special, "<s> $A", **names)
+    sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    template = toy.IMAGE_CHAT_TEMPLATE.replace(place, "<image>")
+    processor = transformers.Idefics3Processor(
+        transformers.Idefics3ImageProcessor(**sizes),
+        tokenizer,
+        image_seq_len=4,
+        chat_template=template,
+    )
+    text = {"model_type": "llama", "vocab_size": len(tokenizer), "eos_token_id": 3, **toy.SMALL}
+    vision = {"image_size": 32, "patch_size": 8, **toy.SMALL}
+    config = transformers.Idefics3Config(text_config=text, vision_config=vision, image_token_id=4)
+    toy.save(folder / "idefics3", processor, transformers.Idefics3ForConditionalGeneration(config))
+
+
+def message(role, *parts):
+    """Integers are images."""
+    forms = [
+        {"type": "text", "text": x} if isinstance(x, str) else {"type": "image", "path": f"{x}.png"}
+        for x in parts
+    ]
+    return {"role": role, "content": forms}
+
+
+CHATS = [
+    [message("user", "no image"), message("assistant", "none")],
+    [message("user", 0, "What is it?"), message("assistant", "a thing")],
+    [
+        message("user", "See", 1, " and ", 2),
+        message("assistant", "two longer things"),
+        message("user", "more", 3),
+        message("assistant", "Yes, it is", " one"),
+    ],
+    [message("user", 2, 2, "the same?"), message("assistant", "yes")],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chats")
+    for index, size in enumerate([(30, 70), (64, 64), (90, 35), (40, 33)]):
+        Image.effect_noise(size, 99).convert("RGB").save(path / f"{index}.png")
+    torch.manual_seed(0)
+    toy.qwen(path)
+    idefics3(path)
+    return path
+
+
+def arguments(folder, kind):
+    args = {"base": folder / kind, "base_dtype": "float32", "chats": folder / "chats.jsonl"}
+    args |= {"train_vision": True, "chat_template": None, "length": 1000, "output_dir": folder}
+    return SimpleNamespace(**args)
+
+
+@pytest.fixture(params=["qwen", "idefics3"])
+def args(request, folder):
+    return arguments(folder, request.param)
+
+
+@pytest.fixture
+def processor(args):
+    return lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
+
+
+def items(processor, args, chats=CHATS):
+    lines = [{"messages": messages} for messages in chats]
+    rows = [lib.image_chat.samples_with_images(processor, x, "a row", args) for x in lines]
+    return [*lib.image_chat.ImageChats([sample for row in rows for sample in row])]
+
+
+def marked(template):
+    """A template that marks the contents of answers, and their ends, as transformers finds them."""
+    begin, end = template.index(BEGIN_OF_CONTENT), template.index(END_OF_CONTENT)
+    content = template[begin : end + len(END_OF_CONTENT)]
+    generation = f"{{% generation %}}{content}{{% endgeneration %}}"
+    both = f"{{% if x.role == 'assistant' %}}{generation}{{% else %}}{content}{{% endif %}}"
+    return template.replace(content, both)
+
+
+def opened(messages, folder):
+    """Messages with images in place of their files."""
+
+    def with_image(part):
+        name = part.get("path")
+        return {"type": "image", "image": Image.open(folder / name)} if name else part
+
+    return [{**x, "content": [with_image(part) for part in x["content"]]} for x in messages]
+
+
+def test_tokens_and_targets_are_those_of_transformers(args, processor, folder):
+    """Of each conversation alone; ours are in one batch. The same if the template marks answers."""
+    batch = lib.image_chat.pad_image_chats(processor, items(processor, args))
+    template = marked(processor.chat_template)
+    options = {"chat_template": template, "tokenize": True, "return_dict": True}
+    options["return_assistant_tokens_mask"] = True
+    for index, messages in enumerate(CHATS):
+        found = processor.apply_chat_template(opened(messages, folder), **options)
+        [tokens], [mask] = found["input_ids"], found["assistant_masks"]
+        count = int(batch["attention_mask"][index].sum())
+        assert batch["input_ids"][index, :count].tolist() == tokens
+        expected = [x if own else -100 for x, own in zip(tokens, mask, strict=True)][1:]
+        assert batch["targets"][index, : count - 1].tolist() == expected
+        assert (batch["targets"][index, count - 1 :] == -100).all()
+    processor.tokenizer.chat_template = template
+    same = lib.image_chat.pad_image_chats(processor, items(processor, args))
+    assert torch.equal(same["targets"], batch["targets"])
+
+
+def test_no_token_of_an_image_is_a_target(args, processor):
+    """Even in an answer."""
+    chat = [message("user", 0, "draw"), message("assistant", "Here", 1, "it is")]
+    batch = lib.image_chat.pad_image_chats(processor, items(processor, args, [chat]))
+    targets = batch["targets"][batch["targets"] != -100]
+    text = processor.decode(targets).replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    assert text == "Hereit is<|end|>"
+
+
+def test_the_loss_is_that_of_transformers_however_a_batch_is_divided(args, processor):
+    """Its gradient, too, in microbatches that are weighted as in a recipe's `train_step`. That of
+    the vision encoder exists without images: DDP and FSDP wait for it on the other ranks."""
+    model = vision_chat.build_model(args).double()
+    parameters = [*model.parameters()]
+    samples = items(processor, args)
+    losses, counts = [], []
+    for sample in samples:
+        inputs = lib.image_chat.pad_image_chats(processor, [sample])
+        targets = inputs.pop("targets")
+        labels = torch.cat([torch.full((1, 1), -100), targets[:, :-1]], dim=1)
+        if sample[2]:
+            losses.append(model(**inputs, labels=labels).loss)
+        else:
+            texts = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
+            losses.append(model(**texts, labels=labels).loss)
+        counts.append((targets != -100).sum())
+    exact = (torch.stack(losses) * torch.stack(counts)).sum() / sum(counts)
+    expected = torch.autograd.grad(exact, parameters)
+    for size in (1, 2, 4):
+        values = [
+            vision_chat.compute_loss(
+                model, lib.image_chat.pad_image_chats(processor, samples[i : i + size]), args
+            )
+            for i in range(0, 4, size)
+        ]
+        loss = torch.stack([(x["loss"] * x["weight"]).mean() for x in values]).mean()
+        loss = loss / torch.stack([x["weight"].double().mean() for x in values]).mean()
+        assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
+        actual = torch.autograd.grad(loss, parameters)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+ASKED = {"type": "text", "text": "What?"}
+BOTH = [{"type": "image"}, {"type": "image"}, ASKED]
+NAMES = ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("content", "beside"),
+    [
+        ([*({"type": "image", "path": name} for name in NAMES), ASKED], None),
+        (
+            [
+                *({"type": "image", "image": f"file://{name}", "text": None} for name in NAMES),
+                ASKED,
+            ],
+            [],
+        ),
+        ([*({"type": "image_url", "image_url": {"url": name}} for name in NAMES), ASKED], None),
+        (BOTH, NAMES),
+        (BOTH, [{"path": name, "bytes": None} for name in NAMES]),
+        ("<image><image>What?", NAMES),
+        ([{"type": "text", "text": "<image><image>What?"}], NAMES),
+        ("What?", NAMES),
+    ],
+)
+def test_images_in_the_forms_of_data_sets(content, beside):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    found, names = lib.image_chat.with_images({"messages": messages, "images": beside})
+    assert found == [message("system", "Be brief."), {"role": "user", "content": BOTH}]
+    assert names == NAMES
+
+
+def test_rows_that_mean_something_else_are_errors(folder, tmp_path):
+    args = arguments(folder, "qwen")
+    processor = lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
+    Image.new("I;16", (40, 40)).save(folder / "16.png")
+    (folder / "text.png").write_text("no image")
+    answer = message("assistant", "a thing")
+    cases = {
+        "No such file or directory": [message("user", 9), answer],
+        r"16\.png has more than 8 bits": [message("user", 16), answer],
+        r"text\.png: cannot identify": [message("user", 0), message("assistant", "b")],
+        "of type video": [{"role": "user", "content": [{"type": "video"}]}, answer],
+        "0 images have a name, 1 a place": [
+            {"role": "user", "content": [{"type": "image"}]},
+            answer,
+        ],
+        "writes 1 images, not 0": [message("user", "<|image_pad|>"), answer],
+        "more than --length": [message("user", "What?" * 1000), answer],
+    }
+    cases[r"text\.png: cannot identify"][0]["content"][0]["path"] = "text.png"
+    for error, messages in cases.items():
+        with pytest.raises(ValueError, match=error):
+            items(processor, args, [messages])
+    args.chat_template = tmp_path / "texts.jinja"
+    args.chat_template.write_text(toy.CHAT_TEMPLATE.replace("x.content", "x.content[-1].text"))
+    processor = lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
+    with pytest.raises(ValueError, match="writes 0 images, not 1"):
+        items(processor, args, CHATS[1:2])
+
+
+def test_an_image_that_cannot_be_read_is_one_line_with_its_file_and_row(folder, tmp_path):
+    """At the start, or where a worker reads its pixels."""
+    toy.llama(tmp_path)
+    lines = [json.dumps({"messages": CHATS[i % 4]}) for i in range(20)]
+    damaged = (folder / "0.png").read_bytes()
+    (tmp_path / "0.png").write_bytes(damaged[: len(damaged) // 2])
+    for index in (1, 2, 3):
+        (tmp_path / f"{index}.png").write_bytes((folder / f"{index}.png").read_bytes())
+    (tmp_path / "cut.jsonl").write_text("\n".join([lines[0], "", lines[1], *[lines[0]] * 18]))
+    (tmp_path / "missing.jsonl").write_text(
+        "\n".join([*lines, lines[1].replace("0.png", "no.png")])
+    )
+    script = make(tmp_path / "mine.py", "ddp", "vision_chat")
+    flags = {"--base": folder / "qwen", "--batch-size": 1, "--epochs": 1}
+    flags = [script, *(x for pair in flags.items() for x in pair), "--chats"]
+    cases = {"cut.jsonl, line 3: " + f"{tmp_path}/0.png: ": [*flags, tmp_path / "cut.jsonl"]}
+    assert_one_line(cases, tmp_path, (1,), IMPORTS)
+    missing = f"missing.jsonl, line 21: ValueError('{tmp_path}/no.png: No such file"
+    cases = {missing: [*flags, tmp_path / "missing.jsonl"]}
+    text = [*flags, tmp_path / "cut.jsonl", "--base", tmp_path / "llama"]
+    assert_one_line({**cases, "has no token for an image": text}, tmp_path, imports=IMPORTS)
+
+
+def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
+    """With what a run saves, and with an adapter and its frozen vision encoder: the same loss."""
+    lines = [json.dumps({"messages": CHATS[i % 4]}) for i in range(40)]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    flags = ["--cpu", "--base", folder / "qwen", "--chats", folder / "chats.jsonl"]
+    flags += ["--batch-size", 4, "--max-steps", 4, "--lr", 1e-2]
+    whole = make(tmp_path / "whole.py", "ddp", "vision_chat")
+    adapted = make(tmp_path / "adapted.py", "sharded", "vision_chat", "lora")
+    runs = (2, whole, [*flags, "--train-vision"]), (2, adapted, flags)
+    runs = train_forked(tmp_path, *runs, imports=IMPORTS)
+    args = arguments(folder, "qwen")
+    args.output_dir = tmp_path
+    for run, part in zip(runs, ("", "adapter"), strict=True):
+        source = {"model": str(run.directory / part), "processor": str(run.directory)}
+        pipe = transformers.pipeline("image-text-to-text", **source, device="cpu")
+        test = lib.image_chat.pad_image_chats(pipe.processor, items(pipe.processor, args))
+        model = lib.token_losses.with_token_losses(pipe.model)
+        values = vision_chat.compute_loss(model, test, args)
+        loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
+        assert loss.item() == pytest.approx(run.summary["test_loss"], rel=1e-5)
+        assert loss < 6.8, "it has not trained"
+        asked = opened(CHATS[1][:1], folder)
+        [answer] = pipe(text=asked, max_new_tokens=3, return_full_text=False)
+        assert isinstance(answer["generated_text"], str)
+    names = [name for name in load_file(run.directory / "model.safetensors") if ".lora_" in name]
+    assert names and not any("visual" in name for name in names)
+    frozen = vision_chat.build_model(SimpleNamespace(**{**vars(args), "train_vision": False}))
+    assert not any(x.requires_grad for x in frozen.model.visual.parameters())
+    assert all(x.requires_grad for x in frozen.model.language_model.parameters())
