@@ -36,6 +36,10 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 # glibc's: keep freed memory. Given back after each layer, it costs a page fault per 4 KiB in the
 # next one, a third of the processor time of a short training.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**30)
+# In one cache torch.compile confuses code for instructions that this variable forbids with code for
+# others, and computes NaN.
+CACHE = f"torchinductor-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), CACHE)
 # Two equal runs differ in these of metrics.jsonl.
 MEASURED = {"time", "seconds", "samples_per_second", "data_wait", "slowest_rank"}
 MEASURED |= {"peak_memory_gib", "save_seconds"}

@@ -20,7 +20,9 @@ hostname "$0" && mount --bind "$1" /etc/hosts && mount --bind "$2" "$3" &&
 mount -t tmpfs -o "size=$4" tmpfs /dev/shm && ip link set lo up && cd "$3" && shift 4 && exec "$@"
 """
 LAUNCHER = Path(__file__).parent / "programs/launcher"  # whose ranks are forks of it
-ENVIRONMENT = ("OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+ENVIRONMENT = ["OMP_WAIT_POLICY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"]
+# With other instructions than the run that they are compared with, pods round otherwise.
+ENVIRONMENT += ["ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"]
 
 
 @contextlib.contextmanager
@@ -60,7 +62,7 @@ class Pod:
 
     def __init__(self, pods, index):
         name = f"{pods.name}-{index}"
-        environment = {name: os.environ[name] for name in ENVIRONMENT}
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         environment |= {entry["name"]: entry["value"] for entry in pods.container["env"]}
         environment |= {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name}
         environment["PYTHONPATH"] = str(LAUNCHER)
