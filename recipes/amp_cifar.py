@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure e673d84adda1: identical in all recipes, edit only above it
+# ================= shared infrastructure abcc0bfd97c2: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -549,8 +549,7 @@ def split_values(returned):
     if len(loss) != 1 or set(shapes.values()) != {loss}:
         problem = ", ".join(f"{name}: {tuple(shape)}" for name, shape in shapes.items())
         remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
-        error = f'compute_loss returned {problem}: return {{"loss": tensor, ...}} with {remedy}'
-        exit_with_error(error)
+        exit_with_error(f'compute_loss returned {problem}: return {{"loss": tensor}} with {remedy}')
     return values, outputs
 
 
@@ -871,13 +870,12 @@ class Checkpoints:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
         return None
 
-    def save(self, step, metrics_text):
+    def save(self, step, metrics):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
         for the end: in the next step they would wait for rank 0, and take that for a hang."""
         run = self.run
         began = time.perf_counter()
-        states = self.collect()
-        content = {"config": run.config, "step": step, "metrics": metrics_text, "states": states}
+        content = {"config": run.config, "step": step, "metrics": metrics, "states": self.collect()}
         path = run.directory / f"step-{step:08}"
         try:
             self.write(content, path)

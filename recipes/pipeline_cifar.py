@@ -279,8 +279,7 @@ def set_split(args, names):
         measured = {"cifar": "layer3.0", "imagenet": "layer3.2"}.get(getattr(args, "stem", None))
         args.split = measured if measured in names else names[len(names) // 2]
     if args.split not in names[1:]:
-        choices = ", ".join(names[1:])
-        exit_with_error(f"argument --split: {args.split} is not one of {choices}")
+        exit_with_error(f"argument --split: {args.split} is not one of {', '.join(names[1:])}")
 
 
 def cut(blocks, split):
@@ -351,9 +350,8 @@ class Pipeline(nn.Module):
         """Return the loss of one chunk, divided by the number of chunks in a step. Keep what
         `compute_loss` returns for the chunk."""
         outputs = utils.convert_to_fp32(outputs)  # P2P sends them in the dtype of the computation
-        values, of_samples = split_values(
-            compute_loss(lambda inputs: outputs, (None, targets), self.args)
-        )
+        returned = compute_loss(lambda inputs: outputs, (None, targets), self.args)
+        values, of_samples = split_values(returned)
         self.chunk_values.append({name: value.detach() for name, value in values.items()})
         if of_samples is not None:
             self.chunk_values[-1]["outputs"] = of_samples
@@ -428,8 +426,7 @@ def clip_both_stages(accelerator, model, clip_norm):
     """Clip the gradients by the norm of the whole model's gradient, of which this process has one
     stage. Return the norm. A frozen stage has no gradients."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float32)
-    squares = norm**2
+    squares = nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float32) ** 2
     distributed.all_reduce(squares, group=model.group)
     norm = squares.sqrt()
     if clip_norm:
@@ -548,7 +545,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure e673d84adda1: identical in all recipes, edit only above it
+# ================= shared infrastructure abcc0bfd97c2: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -777,8 +774,7 @@ def split_values(returned):
     if len(loss) != 1 or set(shapes.values()) != {loss}:
         problem = ", ".join(f"{name}: {tuple(shape)}" for name, shape in shapes.items())
         remedy = 'one value per sample (reduction="none"), and for tokens their number as "weight"'
-        error = f'compute_loss returned {problem}: return {{"loss": tensor, ...}} with {remedy}'
-        exit_with_error(error)
+        exit_with_error(f'compute_loss returned {problem}: return {{"loss": tensor}} with {remedy}')
     return values, outputs
 
 
@@ -1099,13 +1095,12 @@ class Checkpoints:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
         return None
 
-    def save(self, step, metrics_text):
+    def save(self, step, metrics):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
         for the end: in the next step they would wait for rank 0, and take that for a hang."""
         run = self.run
         began = time.perf_counter()
-        states = self.collect()
-        content = {"config": run.config, "step": step, "metrics": metrics_text, "states": states}
+        content = {"config": run.config, "step": step, "metrics": metrics, "states": self.collect()}
         path = run.directory / f"step-{step:08}"
         try:
             self.write(content, path)
