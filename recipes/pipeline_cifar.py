@@ -545,7 +545,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure abcc0bfd97c2: identical in all recipes, edit only above it
+# ================= shared infrastructure 5be561c512c3: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -702,10 +702,10 @@ class Run:
         modes = {module: module.training for module in model.modules()}  # frozen ones may be in it
         model.eval()
         loader.set_epoch(0)  # the same random transforms in each evaluation
-        replica, part = divmod(RANK, self.ranks_per_batch)
+        replica = RANK // self.ranks_per_batch
         for index, batch in enumerate(loader):
             number = index * self.data_parallel_size + replica
-            seed_rng("evaluation", number, part)
+            seed_rng("evaluation", number)
             left = len(loader.dataset) - number * loader.batch_sampler.batch_size
             yield batch, max(0, left)
             self.exit_on(self.watcher.agreed_signal())  # the step is saved

@@ -48,11 +48,14 @@ def quantised_model(args):
     return model
 
 
-def train_step(run, *arguments):
+def train_step(run, model, optimizer, *arguments):
     if run.step == ENDS:
         os._exit(7)
     log_line(f"mapped files: {'/step-' in Path('/proc/self/maps').read_text()}")
-    return plain_step(run, *arguments)
+    results = plain_step(run, model, optimizer, *arguments)
+    for state in optimizer.state.values():
+        state["level"] = torch.ones(2, dtype=torch.int16)  # which gloo cannot send
+    return results
 
 
 def evaluate_or_end(run, *arguments):
