@@ -44,6 +44,12 @@ def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
     assert recipe.means(["loss"], (row * samples).sum(0), samples) == {"loss": 1}
 
 
+def test_statistics_of_batchnorm_are_not_broadcast_in_each_step():
+    model = torchvision.models.resnet18()
+    model.fc.register_buffer("level", torch.zeros(1))
+    assert recipe.training_buffers(model) == [model.fc.level]
+
+
 def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
     """Also where its norm overflows: clipped to infinity, it would be NaN."""
     accelerator = accelerate.Accelerator(cpu=True)
