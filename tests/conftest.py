@@ -1,29 +1,21 @@
-"""Shared by the tests: the recipes as modules, and trainings on real processes, by the launcher or
-forked."""
+"""Shared by the tests: the recipes as modules, copies of them, comparisons, fixtures. What starts
+processes: processes.py."""
 
-import functools
 import gc
 import importlib.util
 import json
 import os
 import re
-import select
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from slurm_cluster import free_ports
+from processes import ROOT, fork_server, forked
 from xdist.scheduler import LoadFileScheduling
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 REAL_DATA = Path(os.environ.get("CIFAR10_DIR", ROOT.parent / "shared/data"))
@@ -45,7 +37,6 @@ MEASURED = {"time", "seconds", "samples_per_second", "data_wait", "slowest_rank"
 MEASURED |= {"peak_memory_gib", "save_seconds"}
 CONFIG = ("output_dir", "checkpoint_every", "keep")  # flags in which two equal runs may differ
 STEPS = 20  # of disturbed_training.py: two epochs of 640 samples at a global batch of 64
-PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
 needs_real_data = pytest.mark.skipif(
     not (REAL_DATA / "cifar-10-batches-py").is_dir(),
@@ -73,28 +64,6 @@ def load(path, exits=False):
 
 def exit_by_exception(message):
     raise Exit(message)
-
-
-def run(command, cwd=ROOT, check=True, timeout=600, **env):
-    """Run a command as a user would; return its exit code, stdout and stderr."""
-    words = [str(word) for word in command]
-    options = {"capture_output": True, "text": True, "timeout": timeout}
-    process = subprocess.run(words, cwd=cwd, env={**os.environ, **env}, **options)
-    if check:
-        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
-    return process
-
-
-def outputs(directory):
-    """The results of a training: its lines, its summary, its weights."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return SimpleNamespace(
-        directory=directory,
-        summary=json.loads((directory / "summary.json").read_text()),
-        train=[line for line in lines if line["event"] == "train"],
-        evaluations=[line for line in lines if line["event"] == "evaluation"],
-        weights=load_file(directory / "model.safetensors"),
-    )
 
 
 def assert_same_training(ours, theirs, atol, ignored=()):
@@ -146,18 +115,6 @@ def assert_identical(one, other, where=""):
         assert one == other, where
 
 
-def free_port():
-    return free_ports(1)[0]
-
-
-def wait_until(condition, seconds=300):
-    """Wait so many seconds at most, or longer where others use the cores, too."""
-    while not condition():
-        assert seconds > 0, "waited in vain"
-        time.sleep(0.05)
-        seconds -= 0.05 / max(1, os.getloadavg()[0] / os.cpu_count())
-
-
 def pytest_configure(config):
     """Hide the GPUs: only test_gpu.py uses them, the other tests are the same as on a machine
     without."""
@@ -201,130 +158,10 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported is no garbage: the recipes' gc.collect() is faster
 
 
-@functools.cache
-def fork_server():
-    """Start programs/forked.py, once for all of pytest's workers: FORK_SERVER is its address."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0forked-{os.getpid()}")
-    listener.listen(100)
-    program = [sys.executable, ROOT / "tests/programs/forked.py", str(listener.fileno())]
-    program.append("-" * 2**14)  # room for the command lines that its forks show
-    environment = {**os.environ, **PROGRAMS, "CUDA_VISIBLE_DEVICES": "", "ROOM": "-" * 2**14}
-    options = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "env": environment}
-    os.environ["FORK_SERVER"] = listener.getsockname().decode()[1:]
-    return subprocess.Popen(program, **options)
-
-
-def ask_fork_server(request, descriptors=()):
-    """Send a request, and the files that a command gets. Return the answer's stream of lines."""
-    if "FORK_SERVER" not in os.environ:
-        fork_server()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect("\0" + os.environ["FORK_SERVER"])
-    socket.send_fds(connection, [b"\0"], descriptors)
-    connection.sendall(json.dumps(request, default=str).encode() + b"\n")
-    return connection.makefile("r")
-
-
 def pytest_sessionfinish():
     gc.unfreeze()  # or libraries warn that it was not freed
     if fork_server.cache_info().currsize:
         fork_server().communicate()
-
-
-def forked(runs, directory, together=1, imports=(), **env):
-    """[exit codes by rank, output] of each of these runs, which need no launcher; see
-    programs/forked.py."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    runs = [{**run, "port": free_port()} for run in runs]
-    request = {"runs": runs, "directory": directory, "together": together, "env": env}
-    request["imports"] = imports
-    answer = ask_fork_server(request).readline()
-    assert answer, "programs/forked.py has ended"
-    return json.loads(answer)
-
-
-class Launched:
-    """A launcher or a script, as `subprocess.Popen` starts it, but as a fork of a process that has
-    imported everything. Its ranks are forks, too: see programs/forked.py. Where the start or the
-    end of an interpreter matters, use Popen."""
-
-    def __init__(self, command, cwd=ROOT, env=None, stdin=None, output=None, errors=None, **how):
-        words = [str(word) for word in command]
-        request = {"command": words, "directory": cwd, "env": env or dict(os.environ), **how}
-        with open(os.devnull) as nothing:
-            files = [stdin or nothing, output or sys.__stdout__, errors or output or sys.__stderr__]
-            numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-            self.answer = ask_fork_server(request, numbers)
-        self.pid = int(self.answer.readline())
-        self.returncode = None
-
-    def poll(self):
-        if self.returncode is None and select.select([self.answer], [], [], 0)[0]:
-            self.returncode = int(self.answer.readline())
-        return self.returncode
-
-    def wait(self, timeout=600):
-        wait_until(lambda: self.poll() is not None, timeout)
-        return self.returncode
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self):
-        self.send_signal(signal.SIGKILL)
-
-
-def launch(command, cwd=ROOT, check=True, timeout=600, **env):
-    """As `run`, by `Launched`."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = Launched(command, cwd, {**os.environ, **env}, output=output, errors=errors)
-        try:
-            process.wait(timeout)
-        finally:
-            process.kill()
-        for name, file in (("stdout", output), ("stderr", errors)):
-            file.seek(0)
-            setattr(process, name, file.read())
-    if check:
-        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
-    return process
-
-
-def train_forked(directory, *runs, together=2, **env):
-    """Outputs of several trainings (processes, recipe, flags), and what they printed, without a
-    launcher; {...} at the end of one is for programs/forked.py. A recipe's name stands for its
-    training on an eighth of the synthetic data, and a path is run as it is."""
-    described = []
-    for index, (processes, recipe, flags, *more) in enumerate(runs):
-        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags]}
-        one |= {"plain": True, "directory": Path(directory, str(index))}
-        one |= more[0] if more else {}
-        if isinstance(recipe, Path):
-            one["directory"].mkdir(exist_ok=True)
-            one |= {"script": recipe, "flags": [*one["flags"], "--output-dir", "."]}
-        described.append(one)
-    results = []
-    answers = forked(described, directory, together, **env)
-    for one, (codes, output) in zip(described, answers, strict=True):
-        assert set(codes) == {0}, output
-        results.append(outputs(one["directory"]))
-        results[-1].output = output
-    return results
-
-
-def execute(command, environment, timeout, imports=()):
-    """As machine.py's `execute` of check.py's command, but without a launcher."""
-    processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
-    env = {name: x for name, x in environment.items() if os.environ.get(name) != x}
-    if processes == "1":  # as torchrun sets them, by which Accelerate makes DDP
-        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    run = {"processes": int(processes), "script": script, "flags": flags, "directory": Path.cwd()}
-    run |= {"env": env, "grace": 0.5, "terminate": True}
-    [(codes, output)] = forked([run], Path.cwd(), imports=imports)
-    return int(any(codes)), [(0.0, output)]
 
 
 def copy(recipe, path, *replacements, project=""):
@@ -405,16 +242,3 @@ def outcome(request, copies):
     (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
     takes two steps and leaves its results in run/."""
     return copies[request.node.name]
-
-
-def answers(program, directory, cases, **env):
-    """{case: the JSON that a program under tests/programs writes}, for {case: (processes, flags of
-    the program)}, two at a time."""
-    common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
-    runs = [
-        {**common, "processes": processes, "flags": [f"{case}.json", *flags]}
-        for case, (processes, *flags) in cases.items()
-    ]
-    for codes, output in forked(runs, directory, together=2, **PROGRAMS, **env):
-        assert set(codes) == {0}, output
-    return {case: json.loads(Path(directory, f"{case}.json").read_text()) for case in cases}

@@ -13,7 +13,7 @@ import new
 import pytest
 import toy
 from composed import make
-from conftest import execute
+from processes import execute
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Exit, load, train_forked
+from conftest import Exit, load
+from processes import train_forked
 
 recipe = load("recipes/amp_cifar.py", exits=True)
 

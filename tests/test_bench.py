@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import make_results
 import nccl
 import pytest
-from conftest import NARROW, ROOT, Launched, copy, forked, launch, load, wait_until
+from conftest import NARROW, copy, load
+from processes import ROOT, Launched, forked, launch, wait_until
 
 bench = load("benchmarks/bench.py")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import toy
 from composed import assert_one_line, make
-from conftest import ROUNDING_FLOAT32, train_forked
+from conftest import ROUNDING_FLOAT32
 from lazy import lib, lora, peft, preferences, sft, tokenizers, transformers
+from processes import train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow

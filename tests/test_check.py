@@ -12,7 +12,8 @@ import check
 import machine
 import pytest
 import torch
-from conftest import LITTLE, MEASURED, ROOT, SMALL, copy, execute, launch, project, run
+from conftest import LITTLE, MEASURED, SMALL, copy, project
+from processes import ROOT, execute, launch, run
 from rich.console import Console
 
 STEPS = 5

@@ -16,11 +16,10 @@ from conftest import (
     content,
     copy,
     described_copy,
-    forked,
     load,
-    outputs,
     project,
 )
+from processes import forked, outputs
 
 ERROR = re.compile(r"^\w+: error: (.*)", re.MULTILINE)
 

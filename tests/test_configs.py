@@ -15,8 +15,8 @@ from conftest import (
     assert_same_training,
     copy,
     load,
-    train_forked,
 )
+from processes import train_forked
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
 NODES = CONFIGS[4].with_name("nodes.yaml")

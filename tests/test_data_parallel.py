@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LITTLE, SMALL, Exit, assert_same_training, copy, load, project, train_forked
+from conftest import LITTLE, SMALL, Exit, assert_same_training, copy, load, project
+from processes import train_forked
 
 
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):

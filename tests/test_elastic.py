@@ -12,15 +12,11 @@ from conftest import (
     ROUNDING,
     SMALL,
     SYNTHETIC_DATA,
-    Launched,
     assert_same_training,
     copy,
-    free_port,
-    outputs,
     project,
-    train_forked,
-    wait_until,
 )
+from processes import Launched, free_port, outputs, train_forked, wait_until
 
 pytestmark = pytest.mark.slow
 

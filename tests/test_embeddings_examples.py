@@ -16,10 +16,10 @@ from conftest import (
     assert_same_training,
     exit_by_exception,
     project,
-    train_forked,
 )
 from lazy import clip, embeddings, lib, sentence_transformers, tokenizers, transformers
 from PIL import Image
+from processes import train_forked
 from torch.nn import functional as F
 
 from lib import json_lines, negatives

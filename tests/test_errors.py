@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ACCELERATE, CONFIGS, ROOT, SMALL, Exit, forked, launch, load
+from conftest import ACCELERATE, CONFIGS, SMALL, Exit, load
+from processes import ROOT, forked, launch
 from safetensors.torch import save_file
 
 RECIPE = ROOT / "recipes/ddp_cifar.py"

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import make, rates_of
-from conftest import NARROW, ROUNDING_FLOAT32, SMALL, Exit, load, train_forked
+from conftest import NARROW, ROUNDING_FLOAT32, SMALL, Exit, load
 from lazy import fine_tune, lora, segmentation, sklearn, transformers
 from PIL import Image
+from processes import train_forked
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils import flop_counter

@@ -5,7 +5,8 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import LITTLE, ROOT, SMALL, copy, launch
+from conftest import LITTLE, SMALL, copy
+from processes import ROOT, launch
 
 pytestmark = pytest.mark.slow
 

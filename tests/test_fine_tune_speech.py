@@ -9,8 +9,9 @@ import pytest
 import torch
 import toy
 from composed import make, write_wav
-from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import fine_tune_speech, lib, sacrebleu, transformers
+from processes import train_forked
 from torch.nn import functional as F
 
 from lib import utterances

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GPUS, ROOT, SMALL, VISIBLE, answers, copy, outputs, project, run, train_forked
+from conftest import GPUS, SMALL, VISIBLE, copy, project
+from processes import ROOT, answers, outputs, run, train_forked
 
 ONE_GPU = {"PYTHONPATH": str(ROOT / "benchmarks/one_gpu")}
 

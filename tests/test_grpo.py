@@ -10,8 +10,8 @@ import pytest
 import torch
 import toy
 from composed import assert_one_line, make
-from conftest import train_forked
 from lazy import grpo, lib, lora, transformers
+from processes import train_forked
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NARROW, PROGRAMS, SMALL, SYNTHETIC_DATA, copy, forked, load, outputs, project
+from conftest import NARROW, SMALL, SYNTHETIC_DATA, copy, load, project
+from processes import PROGRAMS, forked, outputs
 from torch import distributed
 
 recipe = load("recipes/ddp_cifar.py")

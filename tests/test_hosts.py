@@ -10,20 +10,14 @@ from conftest import (
     ACCELERATE,
     IN_FLOAT64,
     LITTLE_DATA,
-    PROGRAMS,
-    ROOT,
     ROUNDING,
     SMALL,
     SYNTHETIC_DATA,
-    Launched,
     assert_same_training,
     copy,
-    free_port,
-    outputs,
-    train_forked,
-    wait_until,
 )
 from kubelet import PROBLEM, two_networks
+from processes import PROGRAMS, ROOT, Launched, free_port, outputs, train_forked, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")]
 

@@ -8,18 +8,9 @@ import kubernetes_validate
 import psutil
 import pytest
 import yaml
-from conftest import (
-    IN_FLOAT64,
-    ROOT,
-    SYNTHETIC_DATA,
-    assert_same_training,
-    copy,
-    outputs,
-    project,
-    train_forked,
-    wait_until,
-)
+from conftest import IN_FLOAT64, SYNTHETIC_DATA, assert_same_training, copy, project
 from kubelet import PROBLEM, Pods
+from processes import ROOT, outputs, train_forked, wait_until
 
 MANIFEST = (ROOT / "clusters/kubernetes.yaml").read_text()
 needs_pods = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Exit, load, run
+from conftest import Exit, load
+from processes import ROOT, run
 from torch import distributed
 
 NCCL = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "21600"}

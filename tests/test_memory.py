@@ -4,7 +4,8 @@ import sys
 
 import memory
 import pytest
-from conftest import PROGRAMS, ROOT, SYNTHETIC_DATA, copy, load, project, train_forked
+from conftest import SYNTHETIC_DATA, copy, load, project
+from processes import PROGRAMS, ROOT, train_forked
 
 MODEL = project("memory_models")
 FEW = SYNTHETIC_DATA, "synthetic_images(768, seed=1), synthetic_images(64, seed=2)"

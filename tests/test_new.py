@@ -14,7 +14,8 @@ import new
 import pytest
 import sync
 from composed import assert_lists_its_packages
-from conftest import LITTLE, ROOT, SMALL, assert_same_training, train_forked
+from conftest import LITTLE, SMALL, assert_same_training
+from processes import ROOT, train_forked
 from recipe import INFRASTRUCTURE, REFERENCE, parts
 
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}

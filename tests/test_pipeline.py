@@ -18,8 +18,8 @@ from conftest import (
     copy,
     load,
     project,
-    train_forked,
 )
+from processes import train_forked
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F

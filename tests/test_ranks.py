@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING_FLOAT32, launch, outputs, project
+from conftest import ROUNDING_FLOAT32, project
+from processes import ROOT, launch, outputs
 
 ONE_DIFFERS = project("ranks")
 

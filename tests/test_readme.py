@@ -16,7 +16,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from composed import write_photos
-from conftest import LITTLE, ROOT, SMALL, copy, load, train_forked
+from conftest import LITTLE, SMALL, copy, load
+from processes import ROOT, train_forked
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -14,18 +14,14 @@ from conftest import (
     CONFIGS,
     LITTLE,
     NARROW,
-    ROOT,
     ROUNDING,
     SMALL,
     assert_same_training,
     begin_of,
     copy,
-    forked,
-    outputs,
     project,
-    run,
-    wait_until,
 )
+from processes import ROOT, forked, outputs, run, wait_until
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 BASELINE = "data_parallel_cifar"

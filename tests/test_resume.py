@@ -11,11 +11,10 @@ from conftest import (
     content,
     copy,
     described_copy,
-    forked,
-    outputs,
     project,
     untimed,
 )
+from processes import forked, outputs
 
 
 @pytest.mark.slow

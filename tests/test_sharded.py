@@ -19,11 +19,10 @@ from conftest import (
     Exit,
     assert_same_training,
     copy,
-    forked,
     load,
     project,
-    train_forked,
 )
+from processes import forked, train_forked
 from safetensors.torch import load_file
 from torch import nn
 from weights import read_weights

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ACCELERATE, ROOT, SMALL, outputs, train_forked
+from conftest import ACCELERATE, SMALL
+from processes import ROOT, outputs, train_forked
 from slurm_cluster import MISSING, Cluster
 
 pytestmark = [

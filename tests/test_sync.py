@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import sync
 from catalogue import definitions
-from conftest import ROOT, load
+from conftest import load
+from processes import ROOT
 from recipe import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
 RECIPES = ROOT / "recipes"

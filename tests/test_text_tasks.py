@@ -13,7 +13,7 @@ import pytest
 import torch
 import toy
 from composed import make
-from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception, train_forked
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import (
     masked_lm,
     pyarrow,
@@ -26,6 +26,7 @@ from lazy import (
     text_classification,
     transformers,
 )
+from processes import train_forked
 
 from ddp_cifar import SeededSamples
 from lib import entities, ranking, rows

@@ -10,9 +10,9 @@ import torch
 import torchvision
 import toy
 from composed import make
-from conftest import train_forked
 from lazy import diffusers, lib, lora, text_to_image, transformers
 from PIL import Image
+from processes import train_forked
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,9 @@ import numpy
 import pytest
 import torch
 from composed import assert_one_line, make
-from conftest import ROUNDING_FLOAT32, train_forked
+from conftest import ROUNDING_FLOAT32
 from lazy import lib, lora, tokens, transformers
+from processes import train_forked
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING_FLOAT32, assert_same_training, copy, load, project, train_forked
+from conftest import ROUNDING_FLOAT32, assert_same_training, copy, load, project
+from processes import train_forked
 from torch import nn
 from torch.nn import functional as F
 

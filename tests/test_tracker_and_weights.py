@@ -4,7 +4,8 @@ test_errors.py."""
 import os
 
 import pytest
-from conftest import load, train_forked
+from conftest import load
+from processes import train_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 RECIPES = ["ddp_cifar", "pipeline_cifar"]

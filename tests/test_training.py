@@ -15,13 +15,12 @@ from conftest import (
     ROUNDING_FLOAT32,
     SMALL,
     SYNTHETIC_DATA,
-    answers,
     assert_same_training,
     copy,
     load,
     project,
-    train_forked,
 )
+from processes import answers, train_forked
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
 

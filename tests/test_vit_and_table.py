@@ -9,8 +9,9 @@ import pytest
 import torch
 import torchvision
 from composed import make, write_photos
-from conftest import Exit, assert_same_training, exit_by_exception, train_forked
+from conftest import Exit, assert_same_training, exit_by_exception
 from lazy import lora, pyarrow
+from processes import train_forked
 
 import table
 import vit

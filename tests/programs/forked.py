@@ -1,6 +1,6 @@
 """A server that runs trainings as in disturbed_training.py, or any script, each as its number of
 processes, without a launcher; or a command with its launcher. All are forks of this process, which
-has imported what recipes import: fifty trainings take a minute. conftest.py starts it once, with
+has imported what recipes import: fifty trainings take a minute. processes.py starts it once, with
 the number of a socket; each connection brings one request, a line of JSON:
 
     {"runs": [...], "directory": ..., "env": {...},
