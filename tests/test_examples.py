@@ -13,7 +13,7 @@ from composed import make, rates_of
 from conftest import NARROW, ROUNDING_FLOAT32, SMALL, Exit, load
 from lazy import fine_tune, lora, segmentation, sklearn, transformers
 from PIL import Image
-from processes import train_forked
+from processes import ROOT, train_forked
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils import flop_counter
@@ -36,6 +36,13 @@ pytestmark = pytest.mark.slow
 # Of the smallest models of transformers.
 SIZE = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
 SIZE |= {"num_hidden_layers": 1, "vocab_size": 9}
+
+
+def test_each_training_set_is_shuffled_or_has_an_order_of_its_own():
+    for path in (ROOT / "examples").glob("*.py"):
+        text = path.read_text()
+        if "DataLoader(" in text:
+            assert "shuffle=True" in text or "Ordered(" in text, path.name
 
 
 def test_an_average_of_weights_is_that_of_a_sum_in_float64():

@@ -136,6 +136,6 @@ def draw_seeds():
 def set_aside(paths):
     """Return the paths without those of the tests, whose modules are forgotten, too: a script finds
     what it would find if it had been started alone."""
-    for name in ("conftest", "disturbed_training"):
+    for name in ("conftest", "processes", "disturbed_training"):
         sys.modules.pop(name, None)
     return [path for path in paths if path not in HERE]
