@@ -97,7 +97,7 @@ def text(generator, longest):
     return " ".join(generator.choices(WORDS, k=generator.randrange(3, longest)))
 
 
-def write_texts(directory, generator, texts):
+def write_texts(directory, generator):
     """Pairs of sentences with two labels: train.csv and val.csv, the same as JSON lines, and, with
     an index, in a folder that `load_dataset` takes for a data set of the Hub."""
     glue = directory / "nyu-mll/glue"
@@ -105,7 +105,7 @@ def write_texts(directory, generator, texts):
     files = "\n".join(f"  - split: {x}\n    path: {x}.csv" for x in ("train", "validation"))
     card = f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}\n---\n"
     (glue / "README.md").write_text(card)
-    sizes = {"train.csv": texts, "val.csv": 37, "nyu-mll/glue/train.csv": 288}
+    sizes = {"train.csv": 96, "val.csv": 37, "nyu-mll/glue/train.csv": 288}
     for name, size in (sizes | {"nyu-mll/glue/validation.csv": 37}).items():
         rows = [[text(generator, 30), text(generator, 20), index % 2] for index in range(size)]
         path = directory / name
@@ -134,10 +134,10 @@ def write_bert(directory, dropout):
     BertForMaskedLM(BertConfig(**shape)).save_pretrained(directory)
 
 
-def make_inputs(directory, texts=96):
+def make_inputs(directory):
     """Fill a new folder, in which the scripts run."""
     generator = random.Random(0)
-    write_texts(directory, generator, texts)
+    write_texts(directory, generator)
     for name, dropout in {"bert": 0.1, "bert-base-cased": 0.1, "bert-without-dropout": 0}.items():
         write_bert(directory / name, dropout)
     for name in ("accuracy", "glue"):

@@ -25,12 +25,12 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import machine
+import plot
 import torch
 from recipe import check_names, parts
 from rich.console import Console
@@ -369,6 +369,13 @@ def parse_args():
     return args
 
 
+def draw(content, path):
+    try:
+        plot.draw_check(content).savefig(path, metadata={"Date": None})
+    except ImportError:
+        print("check: no picture without matplotlib: pip install matplotlib", file=sys.stderr)
+
+
 def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -401,8 +408,10 @@ def main():
         if x["undecided"]
     ]
     console.print(table, *problems, *unknown, *remarks, *causes, sep="\n", soft_wrap=True)
-    results.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    subprocess.run([sys.executable, machine.ROOT / "tools/draw.py", results])
+    text = json.dumps(content, indent=1, default=str)
+    results.write_text(f"{text}\n")
+    if any(run["differences"] for run in runs):
+        draw(json.loads(text), results.with_suffix(".svg"))
     if not (problems or unknown):
         shutil.rmtree(directory)
     sys.exit(1 if problems else 3 if unknown else 0)
