@@ -393,7 +393,7 @@ def test_a_kill_is_in_mid_epoch(kills, killed, tmp_path):
 def test_the_perturbed_run_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
     hooks = []
     monkeypatch.setattr(check, "register_optimizer_step_pre_hook", hooks.append)
-    monkeypatch.setattr(check.runpy, "run_path", lambda *_, **__: None)
+    monkeypatch.setattr(machine.runpy, "run_path", lambda *_, **__: None)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])

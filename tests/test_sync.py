@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import sync
-from catalogue import definitions
 from conftest import ROOT, load
+from new import definitions
 from recipe import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
 RECIPES = ROOT / "recipes"

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import sys
@@ -99,9 +98,7 @@ def run_copy(task, copy, *flags):
         register_optimizer_step_pre_hook(change)
     elif task != "train":
         register_optimizer_step_post_hook(kill)
-    sys.argv = [copy, *flags]
-    sys.path[0] = str(Path(copy).parent)
-    runpy.run_path(copy, run_name="__main__")
+    machine.run_script(copy, *flags)
 
 
 def train(run, output):
@@ -183,6 +180,14 @@ def compare(run, ours, theirs, bounds, of_rank_0):
     if unknown and run["verdict"] == "the same":
         last, run["undecided"] = unknown[0]["step"] - 1, unknown[0]["metric"]
         run["verdict"] = f"the same up to step {last}" if last else "not judged"
+
+
+def judged_of(run):
+    """Return the differences that have a bound, and the one nearest to its bound in words."""
+    judged = [x for x in run["differences"] if x["bound"] < NO_BOUND]
+    worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or CHANGE), default=None)
+    words = "{difference:.1g} of {bound:.1g}, {metric}, step {step}"
+    return judged, words.format(**worst) if worst else ""
 
 
 def bounds_of(differences):
@@ -279,10 +284,8 @@ class Check:
                 {key: x for key, x in self.values[one].items() if key[:2] == (1, "train")}
                 for one in (run["name"], name)
             ]
-            bounds = self.bounds | {
-                (1, "train", "learning_rate"): NO_BOUND
-            }  # by the number of steps
-            compare(run, *first, bounds, ())
+            rate = {(1, "train", "learning_rate"): NO_BOUND}  # by the number of steps
+            compare(run, *first, self.bounds | rate, ())
         if run["reason"]:
             run |= {"remark": f"{run['reason']}: {DIVIDED}", "reason": "", "verdict": "reported"}
 
@@ -389,11 +392,9 @@ def main():
     content |= {"runs": (runs := Check(args, directory, console).all())}
     table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "perturbed"):
-        judged = [x for x in run["differences"] if x["bound"] < NO_BOUND]
-        worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or CHANGE), default=None)
-        found = worst and "{difference:.1g} of {bound:.1g}, {metric}, step {step}".format(**worst)
+        judged, nearest = judged_of(run)
         count = f"{len(judged)} of {len(run['differences'])}"
-        table.add_row(run["name"], run["against"], count, found, run["verdict"])
+        table.add_row(run["name"], run["against"], count, nearest, run["verdict"])
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
     causes = [CAUSES] if problems and runs[1:] else []
     last = runs[-1]
