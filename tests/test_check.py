@@ -377,12 +377,12 @@ def test_the_command_with_its_launcher(tmp_path):
     assert results["command"][0] == "mine/train.py"
 
 
-@pytest.mark.parametrize(("kills", "killed"), [(1, [7]), (2, [3, 6])])
-def test_a_kill_is_in_mid_epoch(kills, killed, tmp_path):
-    """Of 13 steps in epochs of 4 the middle would be 8, the thirds 4 and 8."""
+@pytest.mark.parametrize(("steps", "kills", "killed"), [(13, 1, [7]), (16, 2, [5, 10])])
+def test_a_kill_is_in_mid_epoch(steps, kills, killed, tmp_path):
+    """In epochs of 4, the middle of 13 steps would be 8, the second kill in 16 steps 12."""
     args = SimpleNamespace(kills=kills, flags=[], gpus=0)
     (tmp_path / "whole").mkdir()
-    (tmp_path / "whole/summary.json").write_text('{"steps": 13, "steps_per_epoch": 4}')
+    (tmp_path / "whole/summary.json").write_text(f'{{"steps": {steps}, "steps_per_epoch": 4}}')
     one = check.Check(args, tmp_path, None)
     one.add = lambda *_, **given: found.update(given)
     found = {}
