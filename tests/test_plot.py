@@ -6,7 +6,6 @@ import math
 import plot
 import pytest
 
-
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None,
     reason="needs matplotlib: pip install '.[results]'",
