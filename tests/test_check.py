@@ -210,8 +210,11 @@ def test_a_slow_first_step_is_no_failure_and_what_is_slower_says_how_to_go_on(ch
     assert "if it is slow and does not hang, add --hang-timeout SECONDS (" in output
 
 
-def test_a_learning_rate_may_differ_by_its_rounding():
-    for change, verdict in ((1e-15, "the same"), (1e-9, "differs at step 1")):
+def test_a_learning_rate_may_differ_by_its_rounding_and_nothing_may_be_missing():
+    missing = [(0.1, None), (None, 0.1), (torch.ones(2), torch.ones(3))]
+    assert {check.difference(*values) for values in missing} == {check.NO_BOUND}
+    assert check.difference(None, None) == 0
+    for change, verdict in ((1e-15, "the same"), (1.5e-12, "differs at step 1")):
         run = {"differences": [], "reason": ""}
         key = (1, "train", "learning_rate")
         check.compare(run, {key: 0.1 * (1 + change)}, {key: 0.1}, {key: 0.0}, ())
