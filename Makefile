@@ -69,7 +69,7 @@ check: $(RUN)  ## check that a copy trains the same in every way: COPY=../mine/t
 
 plot: $(READY)  ## draw trainings into runs/plot.svg: RUNS="runs/a runs/b"; ARGS="--output mine.png": into another file
 	$(MATPLOTLIB)
-	$(BIN)/python benchmarks/plot.py $(RUNS) $(ARGS)
+	$(BIN)/python tools/plot.py $(RUNS) $(ARGS)
 
 results: $(READY)  ##m put the results into the pages; ARGS="--publish runs/bench/cpu-x2.json" copies them first
 	$(MATPLOTLIB)

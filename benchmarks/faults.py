@@ -39,7 +39,7 @@ import psutil
 import torch
 from bench import GPUS
 from check import MEASURED, TORCHRUN, error_of
-from machine import describe
+from machine import describe, run_script
 
 # moment: (the function in which rank 0 waits, the highest number of its call, seconds after it)
 MOMENTS = {
@@ -81,9 +81,7 @@ def train_as_rank(moment, number, reached, copy, *flags):
     if os.environ["RANK"] == "0" and moment in MOMENTS:
         owner, name = MOMENTS[moment][0]
         setattr(owner, name, waiting(getattr(owner, name)))
-    sys.argv = [copy, *flags]
-    sys.path[0] = str(Path(copy).parent)
-    runpy.run_path(copy, run_name="__main__")
+    run_script(copy, *flags)
 
 
 def processes(path):

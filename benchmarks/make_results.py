@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the measurements into the pages: `make results`. Nothing else writes to benchmarks/results/
-or docs/pictures/.
+"""Put the measurements into the pages: `make results`. Nothing else writes to benchmarks/results/.
 
     python benchmarks/make_results.py
     python benchmarks/make_results.py --publish runs/bench/cpu-x2.json  # what bench.py has measured
 
 It makes accuracy.md from the summaries in accuracy/ (one row per command), long.svg from the
-metrics of one of those runs, and screen.svg from the lines of a terminal, recorded with the other
-pictures. On the pages, FILE's text stands between `<!-- FILE -->` and `<!-- end -->`.
+metrics of one of those runs, and screen.svg from the lines of a terminal. --pictures records these
+again, and draws docs/pictures/check.svg. On the pages, FILE's text stands between `<!-- FILE -->`
+and `<!-- end -->`.
 """
 
 import argparse
@@ -19,18 +19,19 @@ import re
 import shutil
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import memory
+import plot
 from bench import ROOT
 from rich.console import Console
 from rich.text import Text
 
 RESULTS = ROOT / "benchmarks/results"
-LONG = RESULTS / "accuracy/resnet20-0.json"
 LAUNCH = "accelerate launch --config_file accelerate_configs/"
-PICTURES = ROOT / "docs/pictures"
+CHECK = "recipes/ddp_cifar.py --also recipes/sharded_cifar.py recipes/pipeline_cifar.py "
+CHECK += "--processes 1 2 4 --kills 3 --data synthetic --model simple_cnn --cpu --lr 0.02 "
+CHECK += "--batch-size 16 --max-steps 72"
 SCREEN = RESULTS / "screen.txt"
 SCREEN_COMMAND = (
     "accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/ddp_cifar.py "
@@ -72,30 +73,6 @@ def accuracy_table(directory):
         seeds = ", ".join(str(summary["seed"]) for summary in summaries)
         lines.append(f"| {values} | {seeds} | `{line}` |")
     return "\n".join(lines) + "\n"
-
-
-def draw_curve(summary, metrics, path):
-    """Draw the learning curve of a run, from the paths of its summary.json and metrics.jsonl."""
-    from matplotlib import pyplot
-
-    pyplot.style.use(PICTURES / "svg.mplstyle")
-    summary = json.loads(summary.read_text())
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    names = {"train": "accuracy", "evaluation": "test_accuracy"}
-    labels = {"train": "training", "evaluation": f"test: {summary['test_accuracy']:.2%}"}
-    for event, name in names.items():
-        chosen = [line for line in lines if line["event"] == event]
-        epochs = [line["step"] / summary["steps_per_epoch"] for line in chosen]
-        percent = [100 * line[name] for line in chosen]
-        axes.plot(epochs, percent, label=labels[event], linewidth=1 if event == "train" else 2)
-    title = "{recipe}, {precision}, {world_size} processes, batch {batch_size} per process\n"
-    title += f"{date.fromtimestamp(lines[-1]['time'])}, {{device}}, {{versions}}"
-    axes.set_title(title.format(**summary), fontsize="medium")
-    axes.set(xlabel="epoch", ylabel="accuracy in %", ylim=(0, 100))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, metadata={"Date": None})
 
 
 def in_terminal(command, awaited):
@@ -174,7 +151,7 @@ def main():
     add = parser.add_argument
     add("--publish", type=Path, metavar="PATH", help="the .json that bench.py has written")
     add("--memory", action="store_true", help="compute memory.md and chats.md again")
-    add("--pictures", action="store_true", help="draw docs/pictures and screen.svg again")
+    add("--pictures", action="store_true", help="draw check.svg and screen.svg again")
     args = parser.parse_args()
     problem = publish(args.publish, RESULTS) if args.publish else None
     if problem:
@@ -184,9 +161,12 @@ def main():
         (RESULTS / "memory.md").write_text(memory_page())
         (RESULTS / "chats.md").write_text("\n".join(memory.lines_of_chat()) + "\n")
     (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
-    draw_curve(LONG, LONG.with_suffix(".jsonl"), RESULTS / "long.svg")
+    curve = plot.draw({"resnet20.py, seed 0": plot.read(RESULTS / "long")})
+    curve.savefig(RESULTS / "long.svg", metadata={"Date": None})
     if args.pictures:
-        subprocess.run([sys.executable, ROOT / "tools/draw.py"], check=True)
+        command = [sys.executable, "tools/check.py", *CHECK.split()]
+        subprocess.run(command, cwd=ROOT, check=True)
+        shutil.copy(ROOT / "runs/check/ddp_cifar.svg", ROOT / "docs/pictures/check.svg")
         SCREEN.write_text(record_screen())
     (RESULTS / "screen.svg").write_text(drawn_screen(SCREEN.read_text()))
     for path in PAGES:

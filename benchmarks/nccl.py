@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 import torch
 from bench import GPUS, ROOT, load
-from check import BATCHNORM, ENVIRONMENT, NO_BOUND, compare, error_of, values_of
+from check import BATCHNORM, ENVIRONMENT, NO_BOUND, compare, error_of, judged_of, values_of
 from machine import describe, free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -196,13 +196,11 @@ class Case:
 
     def line(self):
         """Return its line of the table."""
-        judged = [x for x in self.result["differences"] if x["bound"] < NO_BOUND]
-        worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or FLOAT64), default=None)
-        found = worst and "{difference:.1g} of {bound:.1g}, {metric}, step {step}".format(**worst)
+        _, nearest = judged_of(self.result)
         reason = self.result["reason"]
         verdict = f"failed: {reason}" if reason else f"ok: {self.said}" if self.said else "ok"
         cells = [self.name, self.ranks, f"{self.seconds:.0f}", ", ".join(self.nccl)]
-        text = " | ".join(map(str, [*cells, self.against, found or "", verdict]))
+        text = " | ".join(map(str, [*cells, self.against, nearest, verdict]))
         return f"| {text} |".replace(f" on {socket.gethostname()}", " on HOST")
 
 

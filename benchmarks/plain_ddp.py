@@ -138,13 +138,7 @@ def train(rank, args, port):
         if step == args.max_steps:
             break
 
-    if rank == 0:
-        if not args.max_steps:
-            accuracy = test_accuracy(model.module, DataLoader(test_set, **options), device)
-            print(f"test accuracy {accuracy:.2%}", flush=True)
-        print_peak_memory(device)
-    dist.barrier()  # the others wait for the test of rank 0
-    dist.destroy_process_group()
+    finish(rank, args, model.module, DataLoader(test_set, **options), device)
 
 
 def datasets_in_memory(args, device):
@@ -220,19 +214,18 @@ def train_tuned(rank, args, port):
         if step == total:
             break
 
+    finish(rank, args, plain, DataLoader(test_set, **options), device)
+
+
+def finish(rank, args, model, loader, device):
     if rank == 0:
         if not args.max_steps:
-            accuracy = test_accuracy(plain, DataLoader(test_set, **options), device)
-            print(f"test accuracy {accuracy:.2%}", flush=True)
-        print_peak_memory(device)
-    dist.barrier()
+            print(f"test accuracy {test_accuracy(model, loader, device):.2%}", flush=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak
+        print(f"peak memory {peak / 2**30:.2f} GiB", flush=True)
+    dist.barrier()  # the others wait for the test of rank 0
     dist.destroy_process_group()
-
-
-def print_peak_memory(device):
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak
-    print(f"peak memory {peak / 2**30:.2f} GiB", flush=True)
 
 
 @torch.no_grad()

@@ -25,14 +25,14 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch
 from bench import ROOT, load
-from machine import free_port
+from machine import fork, free_port, rank_environment
 from safetensors.torch import load_file
 from torch import distributed, nn
 
@@ -59,38 +59,25 @@ class CountingStore(distributed.Store):
         super().__init__()
         self.store, self.values = store, values
 
-    def note(self, *content):
-        self.values["calls"] += 1
-        self.values["bytes"] += sum(map(len, content))
-
-    def set(self, key, value):
-        self.note(value)
-        self.store.set(key, value)
-
-    def get(self, key):
-        value = self.store.get(key)
-        self.note(value)
-        return value
-
-    def multi_get(self, keys):
-        values = self.store.multi_get(keys)
-        self.note(*values)
-        return values
-
-    def add(self, key, number):
-        self.note()
-        return self.store.add(key, number)
-
-    def check(self, keys):
-        self.note()
-        return self.store.check(keys)
-
-    def wait(self, *arguments):
-        self.note()
-        self.store.wait(*arguments)
-
     def set_timeout(self, timeout):
         self.store.set_timeout(timeout)
+
+
+def counted(name):
+    """Return a method that notes a call, and the bytes of its value and of what it returns."""
+
+    def call(self, key, *arguments):
+        result = getattr(self.store, name)(key, *arguments)
+        values = [*arguments, *(result if isinstance(result, list) else [result])]
+        self.values["calls"] += 1
+        self.values["bytes"] += sum(len(x) for x in values if isinstance(x, bytes | str))
+        return result
+
+    return call
+
+
+for name in ("set", "get", "multi_get", "add", "check", "wait"):
+    setattr(CountingStore, name, counted(name))
 
 
 class Notes:
@@ -152,28 +139,16 @@ class Notes:
         Path(f"rank-{self.rank}.json").write_text(json.dumps(self.values))
 
 
-def work(recipe, directory, words, stop, environment):
-    """Train as one rank, in a forked process, and end it."""
-    status = 1
-    try:
-        os.chdir(directory)
-        os.environ.update(environment)
-        with open("output.txt", "a") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        sys.argv = [str(ROOT / f"recipes/{recipe}_cifar.py"), *words]
-        module = load(Path(sys.argv[0]))
-        images = module.synthetic_images
-        module.synthetic_images = lambda samples, seed: images(samples // 16, seed)
-        module.build_model = build_model
-        notes = Notes(module, stop)
-        module.main()
-        notes.write()
-        status = 0
-    except BaseException:  # nothing may return into the code of the first process
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(status)
+def work(recipe, words, stop):
+    """Train as one rank."""
+    sys.argv = [str(ROOT / f"recipes/{recipe}_cifar.py"), *words]
+    module = load(Path(sys.argv[0]))
+    images = module.synthetic_images
+    module.synthetic_images = lambda samples, seed: images(samples // 16, seed)
+    module.build_model = build_model
+    notes = Notes(module, stop)
+    module.main()
+    notes.write()
 
 
 def train(recipe, processes, batch, directory, flags, stop=False):
@@ -183,21 +158,12 @@ def train(recipe, processes, batch, directory, flags, stop=False):
     replicas = processes // 2 if recipe == "pipeline" else processes
     words = [*FLAGS.split(), "--batch-size", batch // replicas, "--global-batch-size", batch]
     words = [str(x) for x in (*words, *flags)]
-    port = free_port()
-    sys.stdout.flush()
+    port, output = free_port(), directory / "output.txt"
     ranks = []
     for rank in range(processes):
-        environment = {"OMP_NUM_THREADS": "1"}
-        if processes > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
-            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-            environment["MASTER_ADDR"] = "127.0.0.1"
-        pid = os.fork()
-        if pid == 0:
-            work(recipe, directory, words, stop, environment)
-        ranks.append(pid)
+        environment = {"OMP_NUM_THREADS": "1", **rank_environment(rank, processes, port)}
+        ranks.append(fork(partial(work, recipe, words, stop), directory, environment, output))
     codes = {os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks}
-    output = directory / "output.txt"
     if codes != {143 if stop else 0}:
         sys.exit(f"ranks: exit codes {codes}: see {output}")
     noted = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]

@@ -14,20 +14,19 @@ had, the loss, the rate. Nothing that a script computes changes, unless a plan s
 import json
 import os
 import re
-import runpy
 import signal
 import sys
 import time
-import traceback
 import zlib
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import safetensors.torch
 import torch
-from machine import free_port
+from machine import fork, free_port, rank_environment, run_script
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
@@ -39,19 +38,13 @@ class Ranks:
     def __init__(self, script, words, processes, directory, cwd, out, **plan):
         self.directory, self.out = directory, out  # of the notes, of the script's files
         directory.mkdir(parents=True)
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        port = free_port()
         self.pids = []
         for rank in range(processes):
-            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                plan["is_last"] = rank == processes - 1
-                work(
-                    script, words, cwd, environment if processes > 1 else {}, directory, rank, plan
-                )
-            self.pids.append(pid)
+            plan["is_last"] = rank == processes - 1
+            function = partial(work, script, words, cwd, directory, rank, plan)
+            variables = rank_environment(rank, processes, port)
+            self.pids.append(fork(function, cwd, variables, directory / f"output-{rank}.txt"))
         self.codes, self.ends = [None] * processes, [None] * processes
 
     def poll(self):
@@ -135,28 +128,12 @@ class Ranks:
         return torch.load(path) if path.exists() else None
 
 
-def work(script, words, cwd, environment, directory, rank, plan):
-    """Run a script as one rank, in a forked process, and end it."""
-    status = 1
-    try:
-        os.setsid()
-        os.chdir(cwd)
-        os.environ.update(environment)
-        output = os.open(directory / f"output-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.argv = [str(script), *words]
-        sys.path[:0] = [str(Path(script).parent), str(cwd)]
-        Watcher(directory, rank, plan)
-        runpy.run_path(str(script), run_name="__main__")
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # nothing may return into the code of the first process
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def work(script, words, cwd, directory, rank, plan):
+    """Run a script as one rank."""
+    os.setsid()
+    sys.path[:0] = ["", str(cwd)]  # the first one for the script's folder
+    Watcher(directory, rank, plan)
+    run_script(script, *words)
 
 
 class Watcher:

@@ -1,5 +1,6 @@
 """Mixed precision: the precision that was asked for is the one that is used."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ def choose(monkeypatch):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bf16})
         args = SimpleNamespace(precision=flag, cpu=not gpu)
         recipe.set_precision(args)
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no", "it would refuse the flag's"
         return args.precision
 
     return call
@@ -78,6 +80,8 @@ def test_weights_in_16_bits_are_an_error_before_the_first_step():
     with pytest.raises(Exit, match=r"build_model: weights are torch.bfloat16"):
         recipe.check_weights_are_fp32(model, "bf16")
     recipe.check_weights_are_fp32(model, "fp32")
+    recipe.check_weights_are_fp32(model.requires_grad_(False), "bf16")
+    model.requires_grad_()
     recipe.check_weights_are_fp32(model.float(), "fp16")
 
 

@@ -123,8 +123,8 @@ def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(tmp_path):
 
 def test_the_baseline_is_measured_between_its_last_two_lines_of_losses():
     """On GPUs a warning of torch follows the last line."""
-    printed = ["", "step 5 samples 50 loss 2", "step 9 samples 90 loss 1", "peak memory 1.50 GiB"]
-    lines = [*zip((0, 3, 5, 5), printed, strict=True), (6, "UserWarning: barrier()")]
+    printed = ["", *(f"step {x} samples {x}0 loss 2" for x in (1, 5, 9)), "peak memory 1.50 GiB"]
+    lines = [*zip((0, 2, 3, 5, 5), printed, strict=True), (6, "UserWarning: barrier()")]
     assert bench.sample_of_baseline(lines) == bench.as_sample(40, 2, 1.5, 3)
 
 

@@ -211,8 +211,11 @@ def test_a_slow_first_step_is_no_failure_and_what_is_slower_says_how_to_go_on(ch
     assert "if it is slow and does not hang, add --hang-timeout SECONDS (" in output
 
 
-def test_a_learning_rate_may_differ_by_its_rounding():
-    for change, verdict in ((1e-15, "the same"), (1e-9, "differs at step 1")):
+def test_a_learning_rate_may_differ_by_its_rounding_and_nothing_may_be_missing():
+    missing = [(0.1, None), (None, 0.1), (torch.ones(2), torch.ones(3))]
+    assert {check.difference(*values) for values in missing} == {check.NO_BOUND}
+    assert check.difference(None, None) == 0
+    for change, verdict in ((1e-15, "the same"), (1.5e-12, "differs at step 1")):
         run = {"differences": [], "reason": ""}
         key = (1, "train", "learning_rate")
         check.compare(run, {key: 0.1 * (1 + change)}, {key: 0.1}, {key: 0.0}, ())
@@ -378,12 +381,12 @@ def test_the_command_with_its_launcher(tmp_path):
     assert results["command"][0] == "mine/train.py"
 
 
-@pytest.mark.parametrize(("kills", "killed"), [(1, [7]), (2, [3, 6])])
-def test_a_kill_is_in_mid_epoch(kills, killed, tmp_path):
-    """Of 13 steps in epochs of 4 the middle would be 8, the thirds 4 and 8."""
+@pytest.mark.parametrize(("steps", "kills", "killed"), [(13, 1, [7]), (16, 2, [5, 10])])
+def test_a_kill_is_in_mid_epoch(steps, kills, killed, tmp_path):
+    """In epochs of 4, the middle of 13 steps would be 8, the second kill in 16 steps 12."""
     args = SimpleNamespace(kills=kills, flags=[], gpus=0)
     (tmp_path / "whole").mkdir()
-    (tmp_path / "whole/summary.json").write_text('{"steps": 13, "steps_per_epoch": 4}')
+    (tmp_path / "whole/summary.json").write_text(f'{{"steps": {steps}, "steps_per_epoch": 4}}')
     one = check.Check(args, tmp_path, None)
     one.add = lambda *_, **given: found.update(given)
     found = {}
@@ -394,7 +397,7 @@ def test_a_kill_is_in_mid_epoch(kills, killed, tmp_path):
 def test_the_perturbed_run_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
     hooks = []
     monkeypatch.setattr(check, "register_optimizer_step_pre_hook", hooks.append)
-    monkeypatch.setattr(check.runpy, "run_path", lambda *_, **__: None)
+    monkeypatch.setattr(machine.runpy, "run_path", lambda *_, **__: None)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -11,7 +11,7 @@ import torchvision.transforms.functional as TF
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from conftest import REAL_DATA, ROUNDING_FLOAT32, load, needs_real_data
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms as T
 
 recipe = load("recipes/ddp_cifar.py")
@@ -76,6 +76,9 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     assert not torch.equal(reference, pixels(0, 4, [5, 9, 11]))
     assert not torch.equal(reference, pixels(1, 3, [5, 9, 11]))
     assert not torch.equal(pixels(0, 1, [5, 9, 11]), pixels(1, 0, [5, 9, 11]))
+    args = SimpleNamespace(data="synthetic", batch_size=8, seed=5)
+    train_loader, _ = recipe.load_data(args, SimpleNamespace(device=torch.device("cpu")))
+    assert train_loader.dataset.seed == 5
 
 
 class Draws(Dataset):
@@ -89,10 +92,12 @@ class Draws(Dataset):
 
 
 def order_and_draws(seed, epoch, directory):
-    """The indices of the samples in the order of an epoch, and what each of them has drawn."""
+    """The indices of the samples in the order of an epoch, what each of them has drawn, and the
+    first random number of the initial weights."""
     flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": directory}
     flags |= {"hang_timeout": 600, "batch_size": 8, "global_batch_size": None}
     accelerator = recipe.Run(SimpleNamespace(**flags, seed=seed), "fp32").accelerator
+    of_the_weights = torch.rand(()).item()
     faulthandler.cancel_dump_traceback_later()
     loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
     args = SimpleNamespace(batch_size=8, seed=seed)
@@ -101,16 +106,17 @@ def order_and_draws(seed, epoch, directory):
     loader.set_epoch(epoch)
     loader.dataset.set_epoch(epoch)
     samples = [sample for batch in loader for sample in batch]
-    return tuple(sample[0] for sample in samples), samples
+    return tuple(sample[0] for sample in samples), samples, of_the_weights
 
 
 def test_each_seed_and_epoch_has_its_own_order_and_its_own_random_numbers(tmp_path):
     """Also the second epoch of a seed and the first one of the next seed."""
     epochs = [order_and_draws(seed, epoch, tmp_path) for seed in (0, 1) for epoch in (0, 1)]
-    assert len({order for order, _ in epochs}) == 4
-    assert [sorted(order) for order, _ in epochs] == [list(range(40))] * 4
+    orders, draws, weights = zip(*epochs, strict=True)
+    assert len(set(orders)) == 4 and len(set(weights)) == 2
+    assert [sorted(order) for order in orders] == [list(range(40))] * 4
     for generator in (1, 2, 3):
-        assert len({sample[generator] for _, samples in epochs for sample in samples}) == 160
+        assert len({sample[generator] for samples in draws for sample in samples}) == 160
     assert order_and_draws(1, 1, tmp_path) == epochs[-1]
 
 
@@ -130,10 +136,12 @@ def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before
     def mixed(samples):
         return samples, torch.rand(()).item(), numpy.random.rand(), random.random()
 
-    whole = torch.utils.data.Subset(kind(), range(40))
+    whole = Subset(Subset(kind(), range(40)), range(40))
     options = {"collate_fn": mixed, "num_workers": workers, "drop_last": True}
+    options["persistent_workers"] = bool(workers) and kind is Draws  # they do not get an own epoch
     args = SimpleNamespace(batch_size=8, seed=0)
     first, _ = recipe.make_reproducible((DataLoader(whole, 8, **options), DataLoader(whole)), args)
+    list(first)  # in epoch 0
     first.dataset.set_epoch(3)
     first = list(first)
     torch.rand(5)
@@ -150,8 +158,8 @@ def test_each_part_of_a_dataset_of_datasets_gets_the_epoch():
     parts = [OwnEpoch() for _ in range(4)]
     stacked = torch.utils.data.StackDataset(one=parts[2], other=parts[3])
     whole = torch.utils.data.ConcatDataset([parts[0], stacked])
-    whole += torch.utils.data.Subset(parts[1], range(9))
-    recipe.SeededSamples(torch.utils.data.Subset(whole, range(80)), 0).set_epoch(3)
+    whole += Subset(parts[1], range(9))
+    recipe.SeededSamples(Subset(whole, range(80)), 0).set_epoch(3)
     assert [part.epoch for part in parts] == [3] * 4
 
 

@@ -12,10 +12,11 @@ from processes import train_forked
 
 
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):
-    """In two epochs of little data."""
+    """In two epochs of little data, with dropout."""
+    dropout = "nn.Flatten(), nn.Linear(16", "nn.Flatten(), nn.Dropout(), nn.Linear(16"
     runs = []
     for recipe in ("data_parallel_cifar", "ddp_cifar"):
-        script = copy(recipe, tmp_path / f"{recipe}.py", *LITTLE)
+        script = copy(recipe, tmp_path / f"{recipe}.py", *LITTLE, dropout)
         runs.append((1, script, [*SMALL, "--batch-size", 64, "--max-steps", 6]))
     result, reference = train_forked(tmp_path, *runs)
     assert len(result.train) == 6

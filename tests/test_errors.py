@@ -3,6 +3,7 @@ that is called here with an `exit_with_error` that raises an exception; the othe
 
 import pickle
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -113,8 +114,11 @@ def test_a_download_that_is_damaged_is_one_line(monkeypatch):
         raise RuntimeError("File not found or corrupted.")
 
     monkeypatch.setattr(recipe.torchvision.datasets, "CIFAR10", read)
+    accelerator = MagicMock()
     with pytest.raises(Exit, match=r"--data-dir x: File not found or corrupted\.: use --data syn"):
-        recipe.cifar10("x", Accelerator(cpu=True))
+        recipe.cifar10("x", accelerator)
+    for first in (accelerator.main_process_first, accelerator.local_main_process_first):
+        assert first().__enter__.called, "where machines share a directory, and where not"
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module."])

@@ -46,7 +46,7 @@ def test_the_manifest_is_valid(version):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_number_of_pods_and_the_names_are_the_same_in_all_places():
+def test_the_numbers_of_pods_the_names_and_the_times_to_save_fit_together():
     service, job = yaml.safe_load_all(MANIFEST)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -54,6 +54,8 @@ def test_the_number_of_pods_and_the_names_are_the_same_in_all_places():
     assert f"--nnodes={spec['completions']}" in container["args"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert service["metadata"]["name"] == pod["subdomain"]
+    env = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert int(env["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"shared": container["workingDir"], "shm": "/dev/shm"}
 

@@ -45,6 +45,12 @@ def test_samples_that_are_left_out_or_counted_twice_are_an_error(counted):
         recipe.means(["loss"], sums, 8)
 
 
+def test_a_mean_of_samples_that_all_weigh_nothing_is_an_error():
+    sums = recipe.sample_rows({"loss": torch.ones(8), "weight": torch.zeros(8)}).sum(0)
+    with pytest.raises(Exit, match='every "weight" of compute_loss is 0'):
+        recipe.means(["loss"], sums, 8)
+
+
 class RandomSubset(data.RandomSampler):
     """Of another type than RandomSampler, it may do anything."""
 

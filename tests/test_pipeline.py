@@ -86,6 +86,9 @@ def test_bf16_follows_fp32(tmp_path):
     losses = [[line["loss"] for line in run.train] for run in train_forked(tmp_path, *runs)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-2)
     assert losses[1] != pytest.approx(losses[0], abs=1e-5)
+    model = SimpleNamespace(args=SimpleNamespace(chunks=1), accumulation=1, chunk_values=[])
+    loss = recipe.Pipeline.loss(model, torch.zeros(4, 10).bfloat16(), torch.arange(4))
+    assert loss.dtype == torch.float32, "the outputs come from the first stage in bf16"
 
 
 CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]

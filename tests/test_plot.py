@@ -1,13 +1,19 @@
 """plot.py: a panel for each metric of any run, from complete lines."""
 
+import importlib.util
 import math
 
 import plot
 import pytest
 
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None,
+    reason="needs matplotlib: pip install '.[results]'",
+)
 
+
+@needs_matplotlib
 def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[results]'")
     line = '{{"event": "{}", "epoch": 1, "step": {}, "time": 1, "{}": {}}}\n'.format
     lines = [line("train", 1, "loss", 2.5), line("train", 2, "loss", "null")]
     runs = {"a": [*lines, line("evaluation", 2, "test_accuracy", 0.5)]}
@@ -35,3 +41,18 @@ def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
     assert list(plot.seconds_of("b").values()) == [9, 3 + 2 + 1, 20 - 16, 0.9]
     with pytest.raises(SystemExit, match=r"no metrics\.jsonl in c: name the --output-dir"):
         plot.read("c")
+
+
+@needs_matplotlib
+def test_the_picture_of_a_check_shows_the_loss_its_differences_and_the_kill():
+    found = [(1, 3.0, 0.0), (2, 2.0, 0.0), (3, 1.0, 1e-6)]
+    loss = {"event": "train", "metric": "loss"}
+    lines = [{**loss, "step": x, "values": [y, 9], "difference": z} for x, y, z in found]
+    tasks = ["step-00000001", "train"]
+    runs = [{"name": "1 process", "differences": []}]
+    runs += [{"name": "1 process, killed", "differences": lines, "tasks": tasks}]
+    where = dict.fromkeys(("hardware", "date", "commit"), "")
+    content = {"runs": runs, "command": ["a/mine.py"], "versions": {"torch": "2"}, **where}
+    above, below = plot.draw_check(content).axes
+    drawn = [[list(x) for x in line.get_data()] for line in (*above.lines, *below.lines)]
+    assert drawn == [[[2], [2.0]], [[1, 2, 3], [3.0, 2.0, 1.0]], [[1, 2, 3], [0.0, 0.0, 1e-6]]]

@@ -10,18 +10,18 @@ import torch
 from conftest import ROUNDING_FLOAT32, project
 from processes import ROOT, launch, outputs
 
-ONE_DIFFERS = project("ranks")
 
-
-def one_differs(name, said, more="", fewer=0):
-    """The second rank has other flags, or fewer samples."""
-    run = {"project": ONE_DIFFERS, "processes": 2, "env": {"MORE": more, "FEWER": str(fewer)}}
+def one_differs(name, said, more="", fewer=0, **chosen):
+    """The second rank has other flags or versions, or fewer samples."""
+    run = {"project": project("ranks", **chosen), "processes": 2}
+    run["env"] = {"MORE": more, "FEWER": str(fewer)}
     run["flags"] = ["--batch-size", 32]
     return pytest.param(name, said, marks=pytest.mark.copied("ddp_cifar", **run), id=name)
 
 
 DIFFERENCES = [
     one_differs("lr", ("0.1", "0.05"), "--lr 0.05"),
+    one_differs("versions", ("torch 0", "torch 1"), VERSIONS='f"torch {RANK}"'),
     one_differs("samples", ("[256, 64]", "[196, 4]"), fewer=60),
 ]
 
@@ -38,7 +38,7 @@ def test_ranks_that_were_started_differently_exit_before_the_first_step(outcome,
 MACHINES = {"MORE": "--data-dir elsewhere --threads 1 --output-dir ./run", "FEWER": "0"}
 
 
-@pytest.mark.copied("ddp_cifar", project=ONE_DIFFERS, processes=2, env=MACHINES)
+@pytest.mark.copied("ddp_cifar", project=project("ranks"), processes=2, env=MACHINES)
 def test_a_machine_may_have_paths_and_threads_of_its_own(outcome):
     assert outcome.codes == [0, 0], outcome.output
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import sync
-from catalogue import definitions
 from conftest import load
+from new import definitions
 from processes import ROOT
 from recipe import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
@@ -213,7 +213,11 @@ def test_make_sync_replaces_the_infrastructure_beside_scripts_that_import_it(tmp
     script, shared = tmp_path / "train.py", tmp_path / INFRASTRUCTURE
     script.write_text(text := "from infrastructure import Run\n")
     block, newest = parts(REFERENCE)[2], infrastructure()
-    older = newest.replace(OLD, NEW).replace(checksum(block), checksum(block.replace(OLD, NEW)))
+
+    def earlier(old, new):
+        return newest.replace(old, new).replace(checksum(block), checksum(block.replace(old, new)))
+
+    older = earlier(OLD, NEW)
     for path in (script, shared):
         shared.write_text(older)
         sync.main([path])
@@ -222,7 +226,7 @@ def test_make_sync_replaces_the_infrastructure_beside_scripts_that_import_it(tmp
     with pytest.raises(ValueError, match=r"infrastructure.py: its shared block was edited"):
         sync.main([script])
     assert shared.read_text() == edited
-    shared.write_text(older)
+    shared.write_text(older := earlier("\nclass Run:", "\ngone = 1\n\n\nclass Run:"))
     Path(tmp_path, "other.py").write_text("from infrastructure import Run, gone\n")
     with pytest.raises(ValueError, match=r"other.py: the newest .* does not define gone"):
         sync.main([script])

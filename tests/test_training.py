@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import accelerate
 import pytest
@@ -30,7 +31,8 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
     found = answers("evaluation", tmp_path, {n: (n,) for n in (1, 2, 4)})
     for processes, cases in found.items():
         assert len(cases) == 32
-        for size, (told, direct) in cases.items():
+        for size, (told, direct, noise) in cases.items():
+            assert noise == pytest.approx(found[1][size][2], abs=ROUNDING), "that of the batch"
             assert told == pytest.approx(direct, abs=ROUNDING), (
                 f"{size} samples, {processes} processes"
             )
@@ -47,6 +49,16 @@ def test_statistics_of_batchnorm_are_not_broadcast_in_each_step():
     model = torchvision.models.resnet18()
     model.fc.register_buffer("level", torch.zeros(1))
     assert recipe.training_buffers(model) == [model.fc.level]
+
+
+def test_weights_are_summed_in_float32_whatever_their_dtype():
+    """bf16 has eight bits: their sum, 771, would be 772."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.grad = torch.full((1, 1), 3.0)
+    accelerator = SimpleNamespace(reduce=lambda sums: sums)
+    values = {"weight": torch.full((257,), 3.0, dtype=torch.bfloat16)}
+    recipe.divide_by_mean_weight(accelerator, layer, [values])
+    assert layer.weight.grad == 1
 
 
 def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
@@ -68,6 +80,34 @@ def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
         _, norm = recipe.train_step(run, model, optimizer, schedule, batches)
         weights.append(model.weight.tolist())
     assert weights[0] == weights[1] != [[1, 1]] and norm.isinf()
+
+
+def drawn_in_a_step(name, ranks, rank, microbatches, seed=0, step=1, stage=0):
+    """The first random number of each microbatch, on one of so many ranks, or pipelines."""
+
+    def note(*_):
+        drawn.append(torch.rand(()).item())
+        return {"loss": torch.zeros(1)}
+
+    ours, drawn = load(f"recipes/{name}_cifar.py"), []
+    ours.compute_loss, ours.run_pipeline = note, lambda *_: (note(), None)
+    run, model = MagicMock(step=step, line_due=False, data_parallel_size=ranks), MagicMock()
+    run.args = SimpleNamespace(seed=seed, clip_norm=None)
+    run.accelerator.num_processes, run.accelerator.process_index = ranks, rank
+    model.data_parallel_group.rank.return_value, model.group.rank.return_value = rank, stage
+    ours.train_step(run, model, MagicMock(), MagicMock(), range(microbatches))
+    return drawn
+
+
+@pytest.mark.parametrize("name", ["ddp", "amp", "pipeline", "sharded"])
+def test_a_microbatch_draws_by_seed_step_and_its_number_in_the_step_on_any_number_of_ranks(name):
+    """In a pipeline each stage draws its own numbers."""
+    one = drawn_in_a_step(name, 1, 0, 4)
+    assert [drawn_in_a_step(name, 2, rank, 2) for rank in (0, 1)] == [one[::2], one[1::2]]
+    others = [{"seed": 1}, {"step": 2}, *([{"stage": 1}] if name == "pipeline" else [])]
+    for other in others:
+        one += drawn_in_a_step(name, 1, 0, 4, **other)
+    assert len(set(one)) == 4 + 4 * len(others)
 
 
 @pytest.mark.parametrize("total_steps", [*range(9), 100])

@@ -22,15 +22,14 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import machine
+import plot
 import torch
 from recipe import check_names, parts
 from rich.console import Console
@@ -99,9 +98,7 @@ def run_copy(task, copy, *flags):
         register_optimizer_step_pre_hook(change)
     elif task != "train":
         register_optimizer_step_post_hook(kill)
-    sys.argv = [copy, *flags]
-    sys.path[0] = str(Path(copy).parent)
-    runpy.run_path(copy, run_name="__main__")
+    machine.run_script(copy, *flags)
 
 
 def train(run, output):
@@ -183,6 +180,14 @@ def compare(run, ours, theirs, bounds, of_rank_0):
     if unknown and run["verdict"] == "the same":
         last, run["undecided"] = unknown[0]["step"] - 1, unknown[0]["metric"]
         run["verdict"] = f"the same up to step {last}" if last else "not judged"
+
+
+def judged_of(run):
+    """Return the differences that have a bound, and the one nearest to its bound in words."""
+    judged = [x for x in run["differences"] if x["bound"] < NO_BOUND]
+    worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or CHANGE), default=None)
+    words = "{difference:.1g} of {bound:.1g}, {metric}, step {step}"
+    return judged, words.format(**worst) if worst else ""
 
 
 def bounds_of(differences):
@@ -279,10 +284,8 @@ class Check:
                 {key: x for key, x in self.values[one].items() if key[:2] == (1, "train")}
                 for one in (run["name"], name)
             ]
-            bounds = self.bounds | {
-                (1, "train", "learning_rate"): NO_BOUND
-            }  # by the number of steps
-            compare(run, *first, bounds, ())
+            rate = {(1, "train", "learning_rate"): NO_BOUND}  # by the number of steps
+            compare(run, *first, self.bounds | rate, ())
         if run["reason"]:
             run |= {"remark": f"{run['reason']}: {DIVIDED}", "reason": "", "verdict": "reported"}
 
@@ -369,6 +372,13 @@ def parse_args():
     return args
 
 
+def draw(content, path):
+    try:
+        plot.draw_check(content).savefig(path, metadata={"Date": None})
+    except ImportError:
+        print("check: no picture without matplotlib: pip install matplotlib", file=sys.stderr)
+
+
 def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -382,11 +392,9 @@ def main():
     content |= {"runs": (runs := Check(args, directory, console).all())}
     table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "perturbed"):
-        judged = [x for x in run["differences"] if x["bound"] < NO_BOUND]
-        worst = max(judged, key=lambda x: x["difference"] / (x["bound"] or CHANGE), default=None)
-        found = worst and "{difference:.1g} of {bound:.1g}, {metric}, step {step}".format(**worst)
+        judged, nearest = judged_of(run)
         count = f"{len(judged)} of {len(run['differences'])}"
-        table.add_row(run["name"], run["against"], count, found, run["verdict"])
+        table.add_row(run["name"], run["against"], count, nearest, run["verdict"])
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
     causes = [CAUSES] if problems and runs[1:] else []
     last = runs[-1]
@@ -401,8 +409,10 @@ def main():
         if x["undecided"]
     ]
     console.print(table, *problems, *unknown, *remarks, *causes, sep="\n", soft_wrap=True)
-    results.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    subprocess.run([sys.executable, machine.ROOT / "tools/draw.py", results])
+    text = json.dumps(content, indent=1, default=str)
+    results.write_text(f"{text}\n")
+    if any(run["differences"] for run in runs):
+        draw(json.loads(text), results.with_suffix(".svg"))
     if not (problems or unknown):
         shutil.rmtree(directory)
     sys.exit(1 if problems else 3 if unknown else 0)

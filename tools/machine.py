@@ -5,12 +5,14 @@ beside results, and how a command is run to its end."""
 import os
 import platform
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -68,6 +70,46 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def fork(function, directory, environment, log):
+    """Call a function in a forked process, in a directory, with its output at the end of a file,
+    and end that process. Return its process ID."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.chdir(directory)
+        os.environ.update(environment)
+        with open(log, "a") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        function()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # nothing may return into the code of the first process
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run_script(script, *words):
+    """Run a script as the program of this process."""
+    sys.argv = [str(script), *words]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def rank_environment(rank, processes, port):
+    """Return the variables that torchrun sets for a rank of several."""
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    found |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    found |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+    return found if processes > 1 else {}
 
 
 def execute(command, environment, timeout):

@@ -12,30 +12,23 @@ and replaces only what its owner has not edited. Nothing is written if an exampl
 """
 
 import argparse
+import ast
 import re
 import shlex
 import subprocess
 import sys
 import sysconfig
 import textwrap
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from catalogue import (
-    EXAMPLES,
-    RECIPES,
-    TRAIN,
-    bound,
-    definitions,
-    description,
-    load,
-    source,
-    titles,
-)
-from docstring import parents, with_docstring
 from recipe import (
+    COPIES,
+    IMPORTS,
     INFRASTRUCTURE,
     METADATA,
+    REFERENCE,
     ROOT,
     check_names,
     checksum,
@@ -52,6 +45,134 @@ from recipe import (
     without_imports,
     write,
 )
+
+RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
+EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
+GROUPS = ("vision", "language", "speech", "tables", "additions")
+TRAIN = "torchrun --standalone --nproc_per_node 2 mine.py"  # of an example with a task
+MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
+FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
+
+
+def source(name, kind, recipe=""):
+    """Return the text of examples/NAME.RECIPE.KIND, or of examples/NAME.KIND, or ""."""
+    paths = [ROOT / "examples" / f"{name}{part}.{kind}" for part in (f".{recipe}", "")]
+    return next((path.read_text("utf-8") for path in paths if path.exists()), "")
+
+
+@lru_cache
+def description(name):
+    """Return the paragraphs on an example, the recipes that it is for, and its group."""
+    code = source(name, "py")
+    text = ast.get_docstring(ast.parse(code)) if code else source(name, "diff").partition("@@")[0]
+    *paragraphs, last = text.strip().split("\n\n")
+    group, recipes = re.fullmatch(r"Group: (\w+)\. Recipes: (.*)\.", last).groups()
+    return paragraphs, recipes.split(", "), group
+
+
+def titles():
+    """Return the examples of each group, each with its first line, and the recipes."""
+    width = max(map(len, EXAMPLES)) + 2
+    lines = ["WITH= takes one task and any additions, in their order"]
+    for group in GROUPS:
+        lines += ["", f"{group}:"]
+        for name in EXAMPLES:
+            paragraphs, _, of = description(name)
+            lines += [f"    {name:{width}}{paragraphs[0]}"] if of == group else []
+    return "\n".join([*lines, "", f"RECIPE= one of {', '.join(RECIPES)}"])
+
+
+def bound(node):
+    """Return the names that a statement defines, but not those that it imports."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
+
+
+@lru_cache(200)
+def definitions(text):
+    """Return {name: lines} of what a module defines, of a name defined twice both."""
+    found = {}
+    for node, lines in statements(text):
+        for name in bound(node):
+            found[name] = found.get(name, "") + lines.strip()
+    return found
+
+
+@lru_cache
+def load(name, recipe):
+    """Return the imports of an example, and {name: lines} of what it defines, and of the helpers
+    and what it names of another example, or of another recipe."""
+    lines, defined, own = [], {}, definitions(RECIPES[recipe].read_text("utf-8"))
+    for node, part in statements(text := source(name, "py", recipe)):
+        module = (getattr(node, "module", None) or "").replace(".", "/")
+        if source(module, "py", recipe):  # another example, or of examples/lib
+            more, theirs = load(module, recipe)
+            lines += more
+            given = {alias.name for alias in node.names}
+            defined |= {key: x for key, x in theirs.items() if key in given or key not in own}
+        elif module.endswith("_cifar"):
+            theirs = definitions(RECIPES[module.removesuffix("_cifar")].read_text("utf-8"))
+            lacking = {alias.name for alias in node.names} - own.keys()
+            defined |= {key: re.sub(r"^# -{20}.*\n", "", theirs[key]) for key in sorted(lacking)}
+        elif isinstance(node, IMPORTS):
+            lines.append(part.strip())
+    return lines, defined | definitions(text)
+
+
+@lru_cache(16)
+def docstring(text):
+    """Return the paragraphs of a copy's docstring above "Made from", its match, and those below."""
+    doc = ast.get_docstring(parsed(text), clean=False)
+    if doc is None:
+        raise ValueError("the copy has no docstring, in which its examples are named: write one")
+    paragraphs = doc.rstrip().split("\n\n")
+    for i, made in enumerate(MADE.fullmatch(x.strip()) for x in paragraphs):
+        if made:
+            return paragraphs[:i], made, paragraphs[i + 1 :]
+    return paragraphs, None, []
+
+
+def parents(text):
+    """Return the names of the examples in a copy."""
+    made = docstring(text)[1]
+    return re.findall(r"\w+", made[2] or "") if made else []
+
+
+def adapted(paragraph, file_name):
+    """Return a paragraph of a recipe or an example with the name of the copy."""
+    launch = r"accelerate launch --config_file \S+/(\d)gpu.yaml"
+    paragraph = re.sub(launch, r"torchrun --standalone --nproc_per_node \1", paragraph)
+    return re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", lambda _: file_name, paragraph)
+
+
+def with_docstring(text, file_name, recipe, origin, examples):
+    """Return a copy whose docstring has the title and the commands of the example with a task in
+    place of the recipe's, and then the other examples' paragraphs and the origin. All that is not
+    the recipe's stays."""
+    above, made, below = docstring(text)
+    recipes_own = docstring(RECIPES[recipe].read_text("utf-8"))[0]
+    above = [adapted(x, file_name) if x in recipes_own else x for x in above]
+    replaced = {FILE.sub("", adapted(x, "")) for x in recipes_own[:2]}
+    for name in examples:
+        paragraphs = description(name)[0]
+        is_task = TRAIN in "\n\n".join(paragraphs)
+        kept = [x for x in above if not (is_task and FILE.sub("", x) in replaced)]
+        # Below a title of the owner's own.
+        at = (kept[:1] == above[:1]) if is_task else len(kept)
+        above = [*kept[:at], *(adapted(x, file_name) for x in paragraphs), *kept[at:]]
+    examples = [*parents(text), *examples]
+    origin = f"Made from {made[1] if made else origin}{' with ' * bool(examples)}"
+    end = textwrap.fill(f"{origin}{', '.join(examples)}.", 100)
+    doc = "\n\n".join([*above, end, *below])
+    node = parsed(text).body[0]
+    lines = text.split("\n")
+    ending = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+    doc = doc.replace("\\", "\\\\").replace('"""', r"\"\"\"")
+    ending = ending or "  # noqa: E501" * any(len(line) > 100 for line in doc.split("\n"))
+    lines[node.lineno - 1 : node.end_lineno] = f'"""{doc}\n"""{ending}'.split("\n")
+    return "\n".join(lines)
 
 
 def with_imports(own, name, recipe):

@@ -36,12 +36,8 @@ IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{% for part in x.content %}{% if part.type == 'text' %}{{ part.text }}"
     "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}",
 )
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SMALL = {"hidden_size": 64, "intermediate_size": 128}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def write_json_lines(path, rows):

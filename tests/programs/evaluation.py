@@ -1,7 +1,7 @@
 """Run by test_training.py: evaluate test sets of many sizes, most of which divide nothing.
 
 Writes {case: [means by the recipe's `evaluate` over all ranks, means by one formula over all
-samples]} to argv[1], with samples that count equally and with weights.
+samples, mean of random numbers]} to argv[1], with samples that count equally and with weights.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 recipe = load("recipes/ddp_cifar.py")
-unweighted = recipe.compute_loss
+plain_loss = recipe.compute_loss
 accelerator = Accelerator(cpu=True)
 run = SimpleNamespace(accelerator=accelerator, args=None, is_paused=False)
 run.watcher = SimpleNamespace(agreed_signal=lambda: 0)
@@ -41,6 +41,10 @@ def with_noise(samples):
     """Numbers of a collate_fn: they depend on how many samples a batch has."""
     inputs, labels = default_collate(samples)
     return inputs + torch.randn(len(inputs), 5), labels
+
+
+def unweighted(model, batch, args):
+    return {**plain_loss(model, batch, args), "noise": torch.rand(len(batch[1]))}
 
 
 def weighted(model, batch, args):
@@ -95,7 +99,7 @@ for size in (1, 3, 7, 8, 15, 16, 17, 33):
             assert outputs == expected
         assert len(seen) == accelerator.is_main_process
         seen.clear()
-        answers[f"{size} {kind}"] = [told, direct]
+        answers[f"{size} {kind}"] = [told, direct, told.pop("test_noise")]
 if accelerator.is_main_process:
     Path(sys.argv[1]).write_text(json.dumps(answers))
 del prepared

@@ -1,7 +1,8 @@
 """For copies in test_checkpoints.py: they say which checkpoint they read. The environment variable
-FAILS is a rank that cannot, LATER the default of another flag; with OWN_DISKS each rank has an
-output directory of its own."""
+FAILS is a rank that cannot, by an ERROR, LATER the default of another flag; with OWN_DISKS each
+rank has an output directory of its own."""
 
+import builtins
 import os
 import sys
 
@@ -13,7 +14,7 @@ plain_read, plain_flags, plain_main = read_file, add_flags, main
 def read_file(path):
     log_line(f"rank {RANK} reads {path}")
     if os.environ["RANK"] == os.environ.get("FAILS"):
-        raise OSError(116, "Stale file handle")
+        raise vars(builtins)[os.environ["ERROR"]]("Stale file handle")
     return plain_read(path)
 
 

@@ -52,7 +52,7 @@ def corrupt_data(args, accelerator):
 
 def loss_that_exits(model, batch, args):
     print("a line that is not flushed")
-    sys.exit("bad data")
+    sys.exit("bad\ndata")
 
 
 def main_that_prints():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw trainings from their metrics.jsonl, also while they run: `make plot RUNS="runs/a runs/b"`.
 
-    python benchmarks/plot.py runs/a runs/b --output runs/plot.svg
+    python tools/plot.py runs/a runs/b --output runs/plot.svg
 
 A metric has a panel, a run a colour. null in a line is a gap. The x axis shows steps, or epochs if
 the runs have different numbers of steps per epoch. Prints where the time of each run went. Its
@@ -81,6 +81,39 @@ def draw(runs):
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     figure.legend(handles.values(), handles, loc="outside upper left", frameon=False, ncols=3)
+    return figure
+
+
+def draw_check(results):
+    """Return the figure of what check.py has found: the loss, and how much it differs in each run.
+    `results` is the content of its JSON file, with at least one run that was compared."""
+    from matplotlib import pyplot
+
+    pyplot.style.use(STYLE)
+    figure = pyplot.figure(figsize=(8, 5), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    ends = []
+    for run in results["runs"]:
+        lines = [x for x in run["differences"] if (x["event"], x["metric"]) == ("train", "loss")]
+        if not lines:  # the reference, or a run that failed
+            continue
+        losses = {x["step"]: x["values"][0] for x in lines}
+        sizes = [x["difference"] for x in lines]
+        dashes = "--" if run["name"] == "perturbed" else "-"
+        [line] = below.plot(list(losses), sizes, dashes, linewidth=1)
+        ends.append((sizes[-1], run["name"], line.get_color()))
+        kills = [int(task.removeprefix("step-")) + 1 for task in run["tasks"][:-1]]
+        above.plot(kills, [losses[step] for step in kills], "kX", label="SIGKILL", zorder=3)
+    above.plot(list(losses), list(losses.values()), color="black", linewidth=1)
+    for place, (_, name, color) in enumerate(sorted(ends)):
+        where = {"transform": below.transAxes, "va": "center"}
+        below.text(1.01, (place + 0.5) / len(ends), name, color=color, **where)
+    above.legend(*[[x[-1]] for x in above.get_legend_handles_labels()])
+    above.set(ylabel="loss", title=Path(results["command"][0]).name)
+    below.set_yscale("symlog", linthresh=1e-9)
+    below.set(xlabel="step", ylabel="relative difference\nof the loss")
+    where = f"{results['hardware']}; torch {results['versions']['torch']}; {results['date']}; "
+    figure.supxlabel(f"{where}commit {results['commit']}", fontsize=8)
     return figure
 
 
