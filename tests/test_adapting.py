@@ -153,8 +153,8 @@ def test_a_copy_with_an_example_passes_make_check(
 
 
 def contents(data, seed=0):
-    """Each sample of a dataset, with the same random numbers, as bytes."""
-    for index in range(len(data)):
+    """The samples of a dataset, or a part of many, with the same random numbers, as bytes."""
+    for index in range(0, len(data), 1 + len(data) // 2000):
         torch.manual_seed(seed)
         has_batches = hasattr(data, "__getitems__")
         sample = data.__getitems__([index]) if has_batches else data[index]
