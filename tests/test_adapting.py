@@ -7,13 +7,20 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import accelerate
 import check
 import machine
 import new
+import numpy
 import pytest
+import torch
 import toy
 from composed import make
+from conftest import load
+from lazy import validation
 from processes import execute
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import RandomSampler
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +40,9 @@ ADDED = {
     "segmentation": ["lora", "trace", "best_weights"],
     "distillation": ["second_optimizer"],
 }
+# In evaluations, too, their samples are drawn, by (seed, index).
+DRAWN = {"grpo", "masked_lm", "reranker", "text_to_image"}
+FOLDERS = {"photos", "balanced", "tar_shards", "vit"}  # for training and test
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
@@ -94,6 +104,9 @@ def commands(task):
     return re.findall(r"^    python tools/toy.py (\w+)$", data, re.MULTILINE), shlex.split(flags)
 
 
+WITH_DATA = [task for task in TASKS if commands(task)[0]]
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A function that returns a directory with the toy data of a task. Each kind is made once."""
@@ -137,6 +150,38 @@ def test_a_copy_with_an_example_passes_make_check(
     with pytest.raises(SystemExit) as ended:
         check.main()
     assert ended.value.code == 0, capsys.readouterr().out
+
+
+def contents(data, seed=0):
+    """The samples of a dataset, or a part of many, with the same random numbers, as bytes."""
+    for index in range(0, len(data), 1 + len(data) // 2000):
+        torch.manual_seed(seed)
+        has_batches = hasattr(data, "__getitems__")
+        sample = data.__getitems__([index]) if has_batches else data[index]
+        yield tuple(numpy.asarray(x).tobytes() for x in tree_leaves(sample))
+
+
+@pytest.mark.parametrize("task", WITH_DATA)
+def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(
+    task, directory, monkeypatch
+):
+    """The training set has another order in each epoch."""
+    monkeypatch.chdir(directory(task))
+    mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task))
+    flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
+    monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
+    args = mine.parse_args("", mine.add_flags)
+    mine.set_batch_sizes(args, 1, 1)
+    Path(args.output_dir).mkdir()
+    train, test = mine.load_data(args, accelerate.Accelerator(cpu=True))
+    trained, tested = train.dataset, {*contents(test.dataset)}
+    is_ordered = isinstance(trained, getattr(mine, "Ordered", ()))
+    assert is_ordered or isinstance(train.sampler, RandomSampler)
+    assert task in DRAWN or tested == {*contents(test.dataset, seed=1)}
+    if not getattr(args, "test", None) and task not in FOLDERS:  # one file for both
+        trained = trained.dataset if is_ordered else trained
+        shared = tested & {*contents(validation.read_as_test(trained, test.dataset))}
+        assert len(shared) <= (task == "vision_chat"), "in which chats without images are equal"
 
 
 def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():

@@ -124,6 +124,9 @@ def test_the_model_takes_torchvisions_weights_and_trains_those_that_it_does():
     assert len(norms) == 53 and not any(model.get_submodule(name).training for name in norms)
     left_out = (*frozen, *(f"{name}." for name in norms))
     assert trained == {k for k, _ in model.named_parameters() if not k.startswith(left_out)}
+    with torch.device("meta"):
+        from_scratch = detection.build_model(SimpleNamespace(**{**vars(args), "norm": "group"}))
+    assert all(parameter.requires_grad for parameter in from_scratch.parameters())
     images = [torch.rand(3, 30, 64), torch.rand(3, 10, 30)]
     assert model.transform(images)[0].tensors.shape == (2, 3, 96, 96)
 

@@ -17,7 +17,7 @@ from conftest import (
     exit_by_exception,
     project,
 )
-from lazy import clip, embeddings, lib, sentence_transformers, tokenizers, transformers
+from lazy import clip, contrastive, embeddings, lib, sentence_transformers, tokenizers, transformers
 from PIL import Image
 from processes import train_forked
 from torch.nn import functional as F
@@ -165,11 +165,15 @@ def test_bf16_is_that_of_the_whole_at_once(texts, tmp_path):
 
 def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
     """The reference is the loss of the test set, whose last batches are filled up on two processes.
-    A triple has two negatives of its own. A base of transformers alone has the mean as pooling."""
+    A triple has two negatives of its own, one with token 0. A base of transformers alone has the
+    mean as pooling."""
     lines = (texts.directory / "pairs.jsonl").read_text().splitlines()
     triples = [json.loads(line) for line in lines]
     for row, other in zip(triples, triples[7:] + triples[:7], strict=True):
-        row |= {"negative_1": other["positive"] + " not", "negative_2": "no " + other["anchor"]}
+        row |= {
+            "negative_1": other["positive"] + " not",
+            "negative_2": "no <end> " + other["anchor"],
+        }
     (tmp_path / "triples.jsonl").write_text("\n".join(map(json.dumps, triples)))
     script = written(tmp_path / "mine.py", "ddp", TEXTS)
     flags = [*texts.others, "--max-steps", 4, "--pairs", tmp_path / "triples.jsonl"]
@@ -293,6 +297,14 @@ def test_views_find_each_other_among_all_views():
     losses = (products.logsumexp(1) - partner).view(-1, 2).mean(1)
     expected = {"loss": losses, "recall_at_1": found}
     torch.testing.assert_close(negatives.nt_xent(pairs, torch.arange(11)), expected)
+
+
+def test_views_are_others_in_another_epoch():
+    views, numbers = contrastive.TwoViews(range(9), seed=0), []
+    for epoch in (0, 1, 0):
+        views.set_epoch(epoch)
+        numbers.append(views.numbers.clone())
+    assert numbers[0].equal(numbers[2]) and not numbers[0].equal(numbers[1])
 
 
 def test_rows_are_those_of_all_at_once(monkeypatch):

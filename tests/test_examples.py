@@ -4,6 +4,7 @@ test_adapting.py."""
 import argparse
 import importlib
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from composed import make, rates_of
 from conftest import NARROW, ROUNDING_FLOAT32, SMALL, Exit, load
 from lazy import fine_tune, lora, segmentation, sklearn, transformers
 from PIL import Image
-from processes import ROOT, train_forked
+from processes import train_forked
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils import flop_counter
@@ -21,7 +22,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import FakeData
 
 import auroc
+import balanced
 import best_weights
+import by_length
 import diffusion
 import distillation
 import ema
@@ -38,27 +41,26 @@ SIZE = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
 SIZE |= {"num_hidden_layers": 1, "vocab_size": 9}
 
 
-def test_each_training_set_is_shuffled_or_has_an_order_of_its_own():
-    for path in (ROOT / "examples").glob("*.py"):
-        text = path.read_text()
-        if "DataLoader(" in text:
-            assert "shuffle=True" in text or "Ordered(" in text, path.name
-
-
 def test_an_average_of_weights_is_that_of_a_sum_in_float64():
-    """Of the trained parameters; and what is saved is the average."""
-    model = torch.nn.Linear(3, 2)
+    """Of the trained parameters and the buffers, of which a counter keeps its newest value."""
+    model = torch.nn.BatchNorm1d(3)
     model.bias.requires_grad_(False)
     average = ema.Average(model, decay=0.6)
-    expected = model.weight.detach().double().clone()
+    floating = model.weight.data, model.running_mean
+    expected = [x.double() for x in floating]
     for step in range(1, 30):
         average.use(False)
-        model.weight.data += torch.randn(2, 3)
+        for x in floating:
+            x += torch.randn(3)
+        model.num_batches_tracked += 1
         decay = min(0.6, (step + 1) / (step + 10))
-        expected = decay * expected + (1 - decay) * model.weight.detach().double()
+        pairs = zip(expected, floating, strict=True)
+        expected = [decay * x + (1 - decay) * new.double() for x, new in pairs]
         average.update(step)
         average.use()
-    torch.testing.assert_close(model.weight.double(), expected, rtol=1e-5, atol=1e-5)
+    for x, exact in zip(floating, expected, strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=1e-5, atol=1e-5)
+    assert model.num_batches_tracked == 29
 
 
 def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(tmp_path):
@@ -128,10 +130,11 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
     positive = torch.rand(90) < 0.3
     exact = sklearn.metrics.roc_auc_score(positive, scores)
     assert float(auroc.auroc(scores, positive)) == pytest.approx(exact)
-    # Of two classes both have this value; a third one has no samples.
-    logits = torch.stack((-scores, scores, torch.full((90,), -1e3)), dim=1)
-    batch = None, positive.long()
-    outputs = auroc.compute_loss(lambda images: logits, batch, None)["outputs"]
+    # The mean over classes, of their probabilities; the last class has no samples.
+    logits, labels = 3 * torch.randn(90, 4), torch.arange(90) % 3
+    outputs = auroc.compute_loss(lambda images: logits, (None, labels), None)["outputs"]
+    columns = enumerate(logits.double().softmax(1).T[:3])
+    exact = sum(sklearn.metrics.roc_auc_score(labels == c, x) for c, x in columns) / 3
     assert auroc.test_metrics(list(outputs), None) == {"auroc": pytest.approx(exact)}
 
 
@@ -185,12 +188,38 @@ def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
     assert len(seen) == 2005, "each epoch leaves out others"
 
 
+@pytest.mark.parametrize("balance", ["drawing", "loss"])
+def test_a_rare_class_counts_as_much_as_another(balance, tmp_path):
+    for index in range(110):
+        part, folder = "test" if index > 99 else "train", "rare" if index % 10 == 0 else "often"
+        (tmp_path / part / folder).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / part / folder / f"{index}.png")
+    args = SimpleNamespace(photos=tmp_path, size=8, balance=balance, batch_size=10, seed=0)
+    train, test = balanced.load_data(args, None)
+    for loader, close in ((train, 30 if balance == "drawing" else 1e-4), (test, 1e-4)):
+        data, sums = loader.dataset, [0, 0]
+        getattr(data, "set_epoch", lambda epoch: None)(1)
+        for index in range(len(data)):
+            _, label, weight = data[index]
+            sums[label] += float(weight)
+        # Of 100 drawn ones, each is rare or not: 30 are six standard deviations.
+        assert sums == pytest.approx([len(data) / 2] * 2, abs=close)
+
+
 def test_persistent_workers_see_the_order_of_each_epoch():
     samples = order.Ordered(range(20), 0, order.by_shard, torch.arange(20) // 5, 8)
     loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
     for epoch in range(3):
         samples.set_epoch(epoch)
         assert torch.cat(list(loader)).tolist() == list(samples)
+
+
+def test_lines_without_a_target_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("a\n\nab\n" * 20)
+    args = SimpleNamespace(text=tmp_path / "a.txt", length=9, seed=0)
+    args.batch_size = args.global_batch_size = 6
+    for loader, samples in zip(by_length.load_data(args, None), (18, 2), strict=True):
+        assert [len(x) for x in loader.dataset] == [2] * samples
 
 
 def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
@@ -207,7 +236,7 @@ def test_any_window_of_a_mixture_has_the_shares_of_its_weights():
                 assert error.abs().max() <= 1 + share * (len(sizes) - 2) + 1e-9
 
 
-def test_distillation_is_the_papers_loss():
+def test_distillation_is_the_papers_loss(tmp_path):
     ours, theirs, labels = torch.randn(6, 10).double(), torch.randn(6, 10).double(), torch.arange(6)
     batch = None, torch.cat((labels[:, None], theirs), dim=1)
     loss = distillation.compute_loss(lambda images: ours, batch, None)["loss"]
@@ -215,6 +244,17 @@ def test_distillation_is_the_papers_loss():
     of_labels = -ours.softmax(1)[labels, labels].log()
     exact = 0.1 * of_labels + 0.9 * 16 * (p * (p / q).log()).sum(1)
     torch.testing.assert_close(loss, exact)
+
+    teacher = distillation.build_network(4)
+    teacher[3].running_mean += 1
+    save_file(teacher.state_dict(), tmp_path / "teacher.safetensors")
+    args = SimpleNamespace(teacher=tmp_path / "teacher.safetensors", teacher_width=4)
+    here = SimpleNamespace(device="cpu", autocast=nullcontext)
+    images = torch.randn(6, 3, 32, 32)
+    for _ in range(2):
+        _, targets = distillation.with_teacher(args, here)((images, labels))
+        assert targets[:, 0].tolist() == labels.tolist()
+        torch.testing.assert_close(targets[:, 1:], teacher.eval()(images), rtol=1e-5, atol=1e-5)
 
 
 def test_diffusion_makes_the_image_whose_noise_the_model_knows(tmp_path):
