@@ -96,13 +96,14 @@ def order_and_draws(seed, epoch, directory):
     first random number of the initial weights."""
     flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": directory}
     flags |= {"hang_timeout": 600, "batch_size": 8, "global_batch_size": None}
-    accelerator = recipe.Run(SimpleNamespace(**flags, seed=seed), "fp32").accelerator
+    run = recipe.Run(SimpleNamespace(**flags, seed=seed), "fp32")
     of_the_weights = torch.rand(()).item()
+    assert run.on_main_process(lambda: run.is_paused) and run.is_paused, "while it loads, too"
     faulthandler.cancel_dump_traceback_later()
     loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
     args = SimpleNamespace(batch_size=8, seed=seed)
     loaders = recipe.make_reproducible((loader, DataLoader(Draws())), args)
-    loader = accelerator.prepare(loaders[0])
+    loader = run.accelerator.prepare(loaders[0])
     loader.set_epoch(epoch)
     loader.dataset.set_epoch(epoch)
     samples = [sample for batch in loader for sample in batch]
@@ -149,6 +150,7 @@ def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before
     other = recipe.SeededSamples(whole, 0)
     other.set_epoch(3)
     assert mixed(other.__getitems__(range(16, 24))) == first[2]
+    assert kind is OwnEpoch or other.__getitems__([18]) == first[2][0][2:3], "in any batch"
     assert kind is Draws or {sample[0] for sample in first[0][0]} == {3}
     other.set_epoch(4)
     assert mixed(other.__getitems__(range(16, 24))) != first[2]

@@ -147,8 +147,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
     old = {"device_count": 1, "is_available": False}
     with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.*; or add --cpu"):
         start(**old)
-    assert start(cpu=True, **old).accelerator.cpu
     assert start(environment={"CUDA_VISIBLE_DEVICES": ""}, **old).accelerator.cpu, "they are hidden"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert start(cpu=True, **old).accelerator.cpu
 
 
 def test_processes_that_do_not_see_each_other_are_an_error(start):

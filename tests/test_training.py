@@ -56,6 +56,18 @@ def test_weights_are_summed_in_float32_whatever_their_dtype():
     assert layer.weight.grad == 1
 
 
+def test_a_line_names_the_rank_that_waits_longest_for_data():
+    run = SimpleNamespace(step=1, learning_rate=0.1, model=torch.nn.Linear(1, 1))
+    run.args = SimpleNamespace(global_batch_size=2)
+    waits_longer = torch.tensor([0, 0, 0, 0, 2, 0])  # of the loss, weight, rows, norm, wait, memory
+    run.accelerator = SimpleNamespace(gather=lambda row: torch.cat([row, row + waits_longer]))
+    metrics = SimpleNamespace(run=run, names=["loss"], data_seconds=1.0, clock=0, interval_began=0)
+    metrics.sums = recipe.sample_rows({"loss": torch.ones(1)}).sum(0)
+    _, _, measured = recipe.Metrics.gather(metrics, None)
+    assert measured["slowest_rank"] == 1
+    assert measured["data_wait"] * measured["seconds"] == pytest.approx(3)
+
+
 def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
     """Also where its norm overflows: clipped to infinity, it would be NaN."""
     accelerator = accelerate.Accelerator(cpu=True)
