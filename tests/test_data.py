@@ -96,13 +96,13 @@ def order_and_draws(seed, epoch, directory):
     first random number of the initial weights."""
     flags = {"cpu": True, "threads": None, "log_every": 1, "tracker": None, "output_dir": directory}
     flags |= {"hang_timeout": 600, "batch_size": 8, "global_batch_size": None}
-    run = recipe.Run(SimpleNamespace(**flags, seed=seed), "fp32")
+    accelerator = recipe.Run(SimpleNamespace(**flags, seed=seed), "fp32").accelerator
     of_the_weights = torch.rand(()).item()
     faulthandler.cancel_dump_traceback_later()
     loader = DataLoader(Draws(), 8, shuffle=True, drop_last=True, collate_fn=list)
     args = SimpleNamespace(batch_size=8, seed=seed)
     loaders = recipe.make_reproducible((loader, DataLoader(Draws())), args)
-    loader = run.accelerator.prepare(loaders[0])
+    loader = accelerator.prepare(loaders[0])
     loader.set_epoch(epoch)
     loader.dataset.set_epoch(epoch)
     samples = [sample for batch in loader for sample in batch]
