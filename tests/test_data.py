@@ -149,6 +149,7 @@ def test_a_batch_draws_the_same_also_in_its_collate_fn_whatever_was_drawn_before
     other = recipe.SeededSamples(whole, 0)
     other.set_epoch(3)
     assert mixed(other.__getitems__(range(16, 24))) == first[2]
+    assert kind is OwnEpoch or other.__getitems__([18]) == first[2][0][2:3], "in any batch"
     assert kind is Draws or {sample[0] for sample in first[0][0]} == {3}
     other.set_epoch(4)
     assert mixed(other.__getitems__(range(16, 24))) != first[2]

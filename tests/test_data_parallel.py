@@ -51,15 +51,12 @@ torch.cuda.device_count = lambda: 2
 """
 
 
-def one_step(directory, text):
-    script = copy("data_parallel_cifar", directory / "mine.py", *LITTLE, project=text)
-    run = (1, script, [*SMALL, "--batch-size", 64, "--max-steps", 1])
-    return train_forked(directory, run)[0]
-
-
-def test_cpu_means_no_gpu_whatever_torch_sees(tmp_path):
-    result = one_step(tmp_path, GPUS_THAT_STAY)
+def test_cpu_means_no_gpu_whatever_torch_sees_and_no_process_group_is_open_at_the_end(tmp_path):
+    text = GPUS_THAT_STAY + project("data_parallel")
+    script = copy("data_parallel_cifar", tmp_path / "mine.py", *LITTLE, project=text)
+    (result,) = train_forked(tmp_path, (1, script, [*SMALL, "--batch-size", 64, "--max-steps", 1]))
     assert result.summary["device"] == "cpu" and result.summary["replicas"] == 1
+    assert "open at the end: False" in result.output
 
 
 @pytest.mark.parametrize("device", ["/dev/nvidia0", "/dev/kfd"])
@@ -69,10 +66,6 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, device):
     recipe = load("recipes/data_parallel_cifar.py", exits=True)
     with pytest.raises(Exit, match=r"torch cannot use the GPUs: .* or add --cpu"):
         recipe.make_accelerator(SimpleNamespace(cpu=False))
-
-
-def test_no_process_group_is_open_at_the_end(tmp_path):
-    assert "open at the end: False" in one_step(tmp_path, project("data_parallel")).output
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -159,13 +159,17 @@ def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_en
 
 
 def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(tmp_path):
-    text = project("interruption", compute_loss="evaluation_that_is_signalled")
+    """Not even what a tracker has to upload when the other rank is ready to end."""
+    replaced = {"compute_loss": "evaluation_that_is_signalled"}
+    replaced["accelerate.tracking.TensorBoardTracker.finish"] = "slow_upload"
+    text = project("interruption", **replaced)
     run = {"project": text, "processes": 2, "grace": 30}
     run["flags"] = ["--batch-size", 4, "--max-steps", 4]
     whole, stopped = (
         described_copy(tmp_path / x, "ddp_cifar", **run) for x in ("whole", "stopped")
     )
-    signalled = {**stopped, "env": {"SIGNALLED": "1"}}
+    signalled = {**stopped, "env": {"SIGNALLED": "1"}, "grace": 2, "terminate": False}
+    signalled["flags"] = [*stopped["flags"], "--tracker", "tensorboard"]
     answers = forked([whole, signalled, stopped], tmp_path)
     assert [codes for codes, _ in answers] == [[0, 0], [143, 143], [0, 0]], answers
     batches = [output.count("evaluates batch") for _, output in answers]

@@ -39,13 +39,10 @@ def test_metrics_that_differ_between_batches_are_an_error():
 
 
 @pytest.mark.parametrize("counted", [7, 9, 16])
-def test_samples_that_are_left_out_or_counted_twice_are_an_error(counted):
+def test_samples_that_are_left_out_or_counted_twice_or_all_weigh_nothing_are_an_error(counted):
     sums = recipe.sample_rows({"loss": torch.ones(counted)}).sum(0)
     with pytest.raises(Exit, match=f"{counted} values of compute_loss for 8 samples: "):
         recipe.means(["loss"], sums, 8)
-
-
-def test_a_mean_of_samples_that_all_weigh_nothing_is_an_error():
     sums = recipe.sample_rows({"loss": torch.ones(8), "weight": torch.zeros(8)}).sum(0)
     with pytest.raises(Exit, match='every "weight" of compute_loss is 0'):
         recipe.means(["loss"], sums, 8)

@@ -38,8 +38,8 @@ def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_proce
             )
 
 
-def test_a_test_set_of_more_samples_than_float32_counts_is_no_error():
-    """From 2**24 on float32 has every second integer only."""
+def test_neither_many_samples_nor_weights_in_bf16_are_rounded():
+    """From 2**24 on float32 has every second integer only. In bf16 a sum of 771 would be 772."""
     row = recipe.sample_rows({"loss": torch.ones(1)})
     samples = 2**24 + 1
     assert recipe.means(["loss"], (row * samples).sum(0), samples) == {"loss": 1}
@@ -53,12 +53,27 @@ def test_statistics_of_batchnorm_are_not_broadcast_in_each_step():
 
 def test_weights_are_summed_in_float32_whatever_their_dtype():
     """bf16 has eight bits: their sum, 771, would be 772."""
+
     layer = torch.nn.Linear(1, 1, bias=False)
     layer.weight.grad = torch.full((1, 1), 3.0)
     accelerator = SimpleNamespace(reduce=lambda sums: sums)
     values = {"weight": torch.full((257,), 3.0, dtype=torch.bfloat16)}
     recipe.divide_by_mean_weight(accelerator, layer, [values])
     assert layer.weight.grad == 1
+
+
+def test_a_line_names_the_rank_that_waits_longest_for_data():
+    run = SimpleNamespace(step=1, learning_rate=0.1, model=torch.nn.Linear(1, 1))
+    run.args = SimpleNamespace(global_batch_size=2)
+    waits_longer = torch.tensor([0, 0, 0, 0, 2, 0])  # of the loss, weight, rows, norm, wait, memory
+    run.accelerator = SimpleNamespace(gather=lambda row: torch.cat([row, row + waits_longer]))
+    metrics = SimpleNamespace(run=run, names=["loss"], data_seconds=1.0, clock=0, interval_began=0)
+    metrics.sums = recipe.sample_rows({"loss": torch.ones(1)}).sum(0)
+    _, _, measured = recipe.Metrics.gather(metrics, None)
+    assert measured["slowest_rank"] == 1
+    assert measured["data_wait"] * measured["seconds"] == pytest.approx(3)
+    recipe.Metrics.start_interval(metrics)
+    assert metrics.data_seconds == 0
 
 
 def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
@@ -82,32 +97,28 @@ def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
     assert weights[0] == weights[1] != [[1, 1]] and norm.isinf()
 
 
-def drawn_in_a_step(name, ranks, rank, microbatches, seed=0, step=1, stage=0):
-    """The first random number of each microbatch, on one of so many ranks, or pipelines."""
-
+@pytest.mark.parametrize("name", ["ddp", "amp", "pipeline", "sharded"])
+def test_a_microbatch_draws_by_seed_step_and_number_on_any_number_of_ranks_and_by_stage(name):
     def note(*_):
-        drawn.append(torch.rand(()).item())
+        numbers.append(torch.rand(()).item())
         return {"loss": torch.zeros(1)}
 
-    ours, drawn = load(f"recipes/{name}_cifar.py"), []
+    def drawn(ranks, rank, microbatches, seed=0, step=1, stage=0):
+        numbers.clear()
+        run, model = MagicMock(step=step, line_due=False, data_parallel_size=ranks), MagicMock()
+        run.args = SimpleNamespace(seed=seed, clip_norm=None)
+        run.accelerator.num_processes, run.accelerator.process_index = ranks, rank
+        model.data_parallel_group.rank.return_value, model.group.rank.return_value = rank, stage
+        ours.train_step(run, model, MagicMock(), MagicMock(), range(microbatches))
+        return [*numbers]
+
+    ours, numbers = load(f"recipes/{name}_cifar.py"), []
     ours.compute_loss, ours.run_pipeline = note, lambda *_: (note(), None)
-    run, model = MagicMock(step=step, line_due=False, data_parallel_size=ranks), MagicMock()
-    run.args = SimpleNamespace(seed=seed, clip_norm=None)
-    run.accelerator.num_processes, run.accelerator.process_index = ranks, rank
-    model.data_parallel_group.rank.return_value, model.group.rank.return_value = rank, stage
-    ours.train_step(run, model, MagicMock(), MagicMock(), range(microbatches))
-    return drawn
-
-
-@pytest.mark.parametrize("name", ["ddp", "amp", "pipeline", "sharded"])
-def test_a_microbatch_draws_by_seed_step_and_its_number_in_the_step_on_any_number_of_ranks(name):
-    """In a pipeline each stage draws its own numbers."""
-    one = drawn_in_a_step(name, 1, 0, 4)
-    assert [drawn_in_a_step(name, 2, rank, 2) for rank in (0, 1)] == [one[::2], one[1::2]]
-    others = [{"seed": 1}, {"step": 2}, *([{"stage": 1}] if name == "pipeline" else [])]
-    for other in others:
-        one += drawn_in_a_step(name, 1, 0, 4, **other)
-    assert len(set(one)) == 4 + 4 * len(others)
+    one = drawn(1, 0, 4)
+    assert [drawn(2, rank, 2) for rank in (0, 1)] == [one[::2], one[1::2]]
+    others = [{"seed": 1}, {"step": 2}, {"stage": 1}][: 2 + (name == "pipeline")]
+    every = sum((drawn(1, 0, 4, **other) for other in others), one)
+    assert len(every) == len(set(every))
 
 
 @pytest.mark.parametrize("total_steps", [*range(9), 100])
