@@ -42,6 +42,7 @@ ADDED = {
 }
 # In evaluations, too, their samples are drawn, by (seed, index).
 DRAWN = {"grpo", "masked_lm", "reranker", "text_to_image"}
+WINDOWS = {"fine_tune", "language_model", "mixture", "tokens"}  # of tokens, and their targets
 FOLDERS = {"photos", "balanced", "tar_shards", "vit"}  # for training and test
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
@@ -177,6 +178,7 @@ def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(
     trained, tested = train.dataset, {*contents(test.dataset)}
     is_ordered = isinstance(trained, getattr(mine, "Ordered", ()))
     assert is_ordered or isinstance(train.sampler, RandomSampler)
+    assert task not in WINDOWS or next(iter(train)).shape == (8, args.length + 1)
     assert task in DRAWN or tested == {*contents(test.dataset, seed=1)}
     if not getattr(args, "test", None) and task not in FOLDERS:  # one file for both
         trained = trained.dataset if is_ordered else trained

@@ -3,6 +3,7 @@ however it is divided. That copies of them pass `make check`: test_adapting.py."
 
 import json
 import math
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -330,6 +331,8 @@ def test_images_and_captions_have_the_loss_and_the_gradients_of_transformers(eos
     batch = lib.captions.pad_captions([*zip(images, texts, strict=True)])
     values = clip.compute_loss(model, batch, None)
     pixels, tokens = batch
+    halves = deepcopy(model).bfloat16()(pixels.bfloat16(), tokens)
+    assert halves.dtype == torch.float32, "what is compared"
     masked = {"attention_mask": (tokens >= 0).long(), "input_ids": tokens.where(tokens >= 0, 299)}
     expected = reference(**masked, pixel_values=pixels, return_loss=True)
     values["loss"].mean().backward()

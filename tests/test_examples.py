@@ -401,6 +401,10 @@ def test_two_optimizers_as_one_step_as_each_alone():
                 one.load_state_dict(state)
         weights.append(model.state_dict())
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+    tied = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+    tied[1].weight = tied[0].weight
+    muon, _ = second_optimizer.make_two_optimizers(tied, args, 9)[0].both
+    assert muon.param_groups[0]["params"] == []
 
 
 def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):

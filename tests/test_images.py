@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from composed import assert_one_line, make, write_photos
+from conftest import Exit, exit_by_exception
 from lazy import lib, photos, segmentation, tar_shards
 from PIL import Image
 from torchvision.transforms.v2 import Identity
@@ -76,15 +77,16 @@ def test_a_photo_is_turned_as_its_camera_says(read, tmp_path):
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_what_is_transparent_is_white(read, tmp_path):
+def test_what_is_transparent_is_white_and_its_range_is_that_of_a_model(read, tmp_path):
     pixels = numpy.zeros((12, 8, 4), dtype="uint8")
     pixels[:, :4, 3] = 255  # black, and black on nothing
     Image.fromarray(pixels).save(tmp_path / "a.webp", lossless=True)
-    found = read(tmp_path / "a.webp").float()
-    assert found[..., -1].min() > found[..., 0].max()
+    found = read(tmp_path / "a.webp")
+    contrast = found[..., -1].float().min() - found[..., 0].float().max()
+    assert contrast == 255 if found.dtype == torch.uint8 else 1 <= contrast < 5  # normalised
 
 
-def test_images_of_any_ending_are_read_and_other_files_are_counted(tmp_path, capsys):
+def test_images_of_any_ending_are_read_and_other_files_are_counted(tmp_path, capsys, monkeypatch):
     for part in ("train", "test"):
         folder = tmp_path / part / "only"
         folder.mkdir(parents=True)
@@ -95,6 +97,10 @@ def test_images_of_any_ending_are_read_and_other_files_are_counted(tmp_path, cap
     train, _ = photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8))
     assert len(train) == 4
     assert "2 files are left out, such as" in capsys.readouterr().err
+    (tmp_path / "test/only").rename(tmp_path / "test/others")
+    monkeypatch.setattr("photos.exit_with_error", exit_by_exception)
+    with pytest.raises(Exit, match="train/ and test/ have other folders"):
+        photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8))
 
 
 def test_masks_of_one_bit_are_classes_and_palettes_that_differ_are_an_error(tmp_path):

@@ -39,13 +39,17 @@ def args(base):
 
 def test_images_and_captions_are_encoded_as_their_models_do(base, args):
     """Each alone, by the models themselves."""
-    rows = [(f"{i}.png", f"{'a ' * i}red ellipse") for i in range(7)]
+    rows = [(f"{i}.webp", f"{'a ' * i}red ellipse") for i in range(7)]
+    for i in range(7):  # the model reads the middle of a wide image
+        wide = Image.new("RGB", (32 + 2 * i, 32))
+        wide.paste(Image.open(base.parent / f"captions/{i}.png"), (i, 0))
+        wide.save(base.parent / f"captions/{i}.webp", lossless=True)
     means, deviations, texts = lib.latents.encode(rows, args, "cpu")
     vae = diffusers.AutoencoderKL.from_pretrained(base, subfolder="vae")
     model = transformers.CLIPTextModel.from_pretrained(base, subfolder="text_encoder")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, subfolder="tokenizer")
-    for i, (name, caption) in enumerate(rows):
-        image = Image.open(base.parent / "captions" / name)
+    for i, (_, caption) in enumerate(rows):
+        image = Image.open(base.parent / f"captions/{i}.png")
         pixels = torch.tensor(list(image.tobytes())).view(1, 32, 32, 3).permute(0, 3, 1, 2)
         with torch.no_grad():
             exact = vae.encode(pixels / 127.5 - 1).latent_dist

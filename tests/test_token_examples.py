@@ -66,6 +66,7 @@ def test_chunks_of_logits_have_the_losses_and_gradients_of_all(case, monkeypatch
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=ROUNDING_FLOAT32)
     assert model(inputs, use_cache=False).logits.shape == (2, 9, 50), "without targets"
+    assert model.bfloat16()(inputs, targets=targets, use_cache=False).dtype == torch.float32
 
 
 def test_chunks_train_as_one_in_ddp_and_in_sharded(tmp_path):
