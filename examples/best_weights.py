@@ -1,6 +1,6 @@
 # Parts of a copy, not a program: make new COPY=../mine.py WITH=best_weights
 # SPDX-License-Identifier: Apache-2.0
-"""best.safetensors has the weights of the lowest test loss; five tests without one end the run.
+"""best.safetensors has the weights of the lowest test loss; five higher ones end the run.
 
 The file is replaced atomically. Rerun after such a stop, the command trains no further. With
 validation the loss is that of the validation samples. For another metric, replace "loss" in

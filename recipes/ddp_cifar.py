@@ -12,8 +12,8 @@
 Every process holds the whole model, takes its share of each global batch, and averages its
 gradients with the others'. Rerunning the command resumes an interrupted run.
 
-To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
-`make_optimizer`. Edit anything but the shared infrastructure.
+To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`,
+`test_metrics`, and `make_optimizer`. Edit anything but the shared infrastructure.
 """
 
 import argparse
@@ -274,7 +274,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 5be561c512c3: identical in all recipes, edit only above it
+# ================= shared infrastructure cac298d1e7b2: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1219,7 +1219,7 @@ def parse_args(description, *declarations):
     add = parser.add_argument
     whole = positive(int)
     real = positive(float)
-    add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
+    add("--weights", metavar="PATH", help="start from model.safetensors, or any checkpoint")
     add("--epochs", type=int, default=30, help="passes (%(default)s); 0 only evaluates")
     add("--max-steps", type=whole, help="stop after so many steps")
     add("--batch-size", type=whole, default=128, help="largest microbatch (%(default)s)")

@@ -14,7 +14,8 @@ drains in 1 / (M + 1) of the time: the bubble. BatchNorm normalises each chunk, 
 are those of the whole model, accumulated over the chunks. Rerunning the command resumes.
 
 To make this file yours, replace `add_flags`, `load_data`, `build_model`, `model_blocks`,
-`compute_loss` and `make_optimizer`. A batch must be two tensors, of the same shapes in all batches.
+`compute_loss`, `test_metrics`, and `make_optimizer`. Each batch must be two tensors, of the same
+shapes in all batches.
 """
 
 import argparse
@@ -545,7 +546,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 5be561c512c3: identical in all recipes, edit only above it
+# ================= shared infrastructure cac298d1e7b2: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1490,7 +1491,7 @@ def parse_args(description, *declarations):
     add = parser.add_argument
     whole = positive(int)
     real = positive(float)
-    add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
+    add("--weights", metavar="PATH", help="start from model.safetensors, or any checkpoint")
     add("--epochs", type=int, default=30, help="passes (%(default)s); 0 only evaluates")
     add("--max-steps", type=whole, help="stop after so many steps")
     add("--batch-size", type=whole, default=128, help="largest microbatch (%(default)s)")

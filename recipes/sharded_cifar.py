@@ -12,8 +12,8 @@ For a model that does not fit on one GPU: each of N processes keeps 1/N of the p
 and optimizer state. A block's parameters are gathered for its forward and its backward pass, then
 freed. The training is that of ddp_cifar.py. Rerunning the command resumes.
 
-To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`, and
-`make_optimizer`, and `shard_units` if your blocks are elsewhere; `shard` lists what a model needs.
+To make this file yours, replace `add_flags`, `load_data`, `build_model`, `compute_loss`,
+`test_metrics`, `make_optimizer`, and perhaps `shard_units`; `shard` lists what a model needs.
 """
 
 import argparse
@@ -632,7 +632,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 5be561c512c3: identical in all recipes, edit only above it
+# ================= shared infrastructure cac298d1e7b2: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1577,7 +1577,7 @@ def parse_args(description, *declarations):
     add = parser.add_argument
     whole = positive(int)
     real = positive(float)
-    add("--weights", metavar="PATH", help="model.safetensors or a state dict to start from")
+    add("--weights", metavar="PATH", help="start from model.safetensors, or any checkpoint")
     add("--epochs", type=int, default=30, help="passes (%(default)s); 0 only evaluates")
     add("--max-steps", type=whole, help="stop after so many steps")
     add("--batch-size", type=whole, default=128, help="largest microbatch (%(default)s)")

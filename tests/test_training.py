@@ -43,23 +43,18 @@ def test_neither_many_samples_nor_weights_in_bf16_are_rounded():
     row = recipe.sample_rows({"loss": torch.ones(1)})
     samples = 2**24 + 1
     assert recipe.means(["loss"], (row * samples).sum(0), samples) == {"loss": 1}
-
-
-def test_statistics_of_batchnorm_are_not_broadcast_in_each_step():
-    model = torchvision.models.resnet18()
-    model.fc.register_buffer("level", torch.zeros(1))
-    assert recipe.training_buffers(model) == [model.fc.level]
-
-
-def test_weights_are_summed_in_float32_whatever_their_dtype():
-    """bf16 has eight bits: their sum, 771, would be 772."""
-
     layer = torch.nn.Linear(1, 1, bias=False)
     layer.weight.grad = torch.full((1, 1), 3.0)
     accelerator = SimpleNamespace(reduce=lambda sums: sums)
     values = {"weight": torch.full((257,), 3.0, dtype=torch.bfloat16)}
     recipe.divide_by_mean_weight(accelerator, layer, [values])
     assert layer.weight.grad == 1
+
+
+def test_statistics_of_batchnorm_are_not_broadcast_in_each_step():
+    model = torchvision.models.resnet18()
+    model.fc.register_buffer("level", torch.zeros(1))
+    assert recipe.training_buffers(model) == [model.fc.level]
 
 
 def test_a_line_names_the_rank_that_waits_longest_for_data():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the weights of a checkpoint of any recipe, also while the run trains:
 
+    python tools/weights.py runs/ddp_cifar/step-00001000.pt weights.safetensors
     python tools/weights.py runs/sharded_cifar/step-00001000 weights.safetensors
 
 A tensor that has several names (tied weights) gets the first one. Of sharded, buffers are among
@@ -40,4 +41,8 @@ def read_weights(path):
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    save(read_weights(Path(sys.argv[1])), sys.argv[2], safe_serialization=True)
+    try:
+        weights = read_weights(Path(sys.argv[1]))
+    except FileNotFoundError as error:
+        sys.exit(f"weights: error: {error}: name step-N.pt or, of sharded, the folder step-N")
+    save(weights, sys.argv[2], safe_serialization=True)
