@@ -74,10 +74,15 @@ def no_network(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
 
 
-def test_cifar10_that_is_not_intact_without_a_network_is_one_line(tmp_path, no_network):
-    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"half")
-    with pytest.raises(Exit, match=f"--data-dir {tmp_path}: .*: use --data synthetic"):
-        recipe.cifar10(tmp_path, Accelerator(cpu=True))
+@pytest.mark.parametrize("state", ["missing", "half of a download"])
+def test_cifar10_that_is_not_intact_without_a_network_is_one_line(state, tmp_path, no_network):
+    directory = tmp_path / "data"
+    if state == "half of a download":
+        directory.mkdir()
+        (directory / "cifar-10-python.tar.gz").write_bytes(b"half")
+    with pytest.raises(Exit) as error:
+        recipe.cifar10(directory, Accelerator(cpu=True))
+    assert f"--data-dir {directory}" in str(error.value) and "--data synthetic" in str(error.value)
 
 
 def model():
