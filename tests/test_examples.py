@@ -247,8 +247,9 @@ def test_distillation_is_the_papers_loss(tmp_path):
 
     teacher = distillation.build_network(4)
     teacher[3].running_mean += 1
-    save_file(teacher.state_dict(), tmp_path / "teacher.safetensors")
-    args = SimpleNamespace(teacher=tmp_path / "teacher.safetensors", teacher_width=4)
+    weights = {name: x.contiguous() for name, x in teacher.state_dict().items()}
+    save_file(weights, tmp_path / "teacher.safetensors")
+    args = SimpleNamespace(teacher=str(tmp_path / "teacher.safetensors"), teacher_width=4)
     here = SimpleNamespace(device="cpu", autocast=nullcontext)
     images = torch.randn(6, 3, 32, 32)
     for _ in range(2):
