@@ -141,7 +141,7 @@ def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):
     """The others wait for it for long, since it may be downloading."""
     (codes, output), _ = stalled["stalls while it is set up"]
     assert codes == [-9, -9] and ": error: " not in output, output
-    stacks = output.split(f"Timeout (0:00:{TIMEOUT:02})!\n")[1:]
-    assert len(stacks) == 2 and all(" in __init__\n" in stack for stack in stacks)
-    (stalling,) = [stack for stack in stacks if " in choice_that_stalls\n" in stack]
-    assert stalling.index("choice_that_stalls") < stalling.index("__init__")
+    # Both processes write at the same moment: their lines may be mixed.
+    assert output.count(f"Timeout (0:00:{TIMEOUT:02})!\n") == 2
+    assert output.count(" in __init__\n") >= 2
+    assert output.index(" in choice_that_stalls\n") < output.rindex(" in __init__\n")
