@@ -416,3 +416,8 @@ def test_a_new_pipeline_is_trained_in_a_second_way_on_four_processes(make, tmp_p
     assert two.startswith(f"torchrun --standalone --nproc_per_node 2 {tmp_path}/own.py --data ")
     output = f" --output-dir {four.split()[-1]}"
     assert four == two.replace("_node 2 ", "_node 4 ") + output
+
+
+def test_a_hunk_that_fits_twice_is_an_error():
+    with pytest.raises(ValueError, match="does not fit f"):
+        new.apply("def f():\n    a\n    b\n    a\n", "@@ f\n     a\n+    c\n", "mine")
