@@ -142,6 +142,7 @@ def train_step(run, model, optimizer, scheduler, microbatches):
     gradient before clipping, or None if it is not needed. All stay on the device."""
     accelerator, args = run.accelerator, run.args
     step_values = []
+    send_buffers(model, training_buffers(model))
     for index, batch in enumerate(microbatches):
         # The number in the whole step: dropout is then the same on any number of pipelines.
         number = index * run.data_parallel_size + model.data_parallel_group.rank()
@@ -377,7 +378,6 @@ def run_pipeline(model, batch):
     inputs, targets = filled_up(model, batch)
     run_schedule = model.schedule.eval
     if model.training:
-        send_buffers(model, training_buffers(model))
         run_schedule = model.schedule.step
     is_last = model.group.rank() == STAGES - 1
     model.chunk_values.clear()

@@ -138,6 +138,7 @@ def train_step(run, model, optimizer, scheduler, microbatches):
     gradient before clipping, or None if it is not needed. All stay on the device."""
     accelerator, args = run.accelerator, run.args
     step_values = []
+    utils.broadcast(training_buffers(model))  # listed here: a module may replace its own
     for index, batch in enumerate(microbatches):
         # The number in the whole step: dropout is then the same on any number of ranks.
         number = index * accelerator.num_processes + accelerator.process_index
@@ -362,14 +363,12 @@ def checkpoint_activations(unit):
 
 
 def before_first_step(run, model, _):
-    """Before each forward pass, tell FSDP when to sum gradients, and broadcast buffers."""
+    """Before each forward pass, tell FSDP when to sum gradients."""
 
     def prepare_pass(*_):
         # Otherwise each rank has its own whole gradients until a step's last microbatch.
         sync = run.args.sync_each_batch or run.accelerator.sync_gradients
         model.set_requires_gradient_sync(sync)
-        if model.training:
-            utils.broadcast(training_buffers(model))  # listed here: a module may replace its own
 
     model.register_forward_pre_hook(prepare_pass)
 
