@@ -413,9 +413,9 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
 def test_a_new_pipeline_is_trained_in_a_second_way_on_four_processes(make, tmp_path):
     """It does not run on one."""
     *_, two, four, _ = make("new", "own.py", recipe="pipeline")
-    assert two.startswith(f"torchrun --standalone --nproc_per_node 2 {tmp_path}/own.py --data ")
+    assert two.startswith(f"{new.TRAIN.replace('mine.py', str(tmp_path / 'own.py'))} --data ")
     output = f" --output-dir {four.split()[-1]}"
-    assert four == two.replace("_node 2 ", "_node 4 ") + output
+    assert four == two.replace("/2gpu", "/4gpu") + output
 
 
 def test_a_hunk_that_fits_twice_is_an_error():
