@@ -223,7 +223,7 @@ def train_step("""
 OWN = [
     ('"torch>=2.11"', '"torch==2.15.0", "apex"'),
     ('"""Train ResNet-50', "r'''Our \\d classes"),
-    ("4gpu.yaml recipes/ddp_cifar.py", "4gpu.yaml ours.py"),
+    ("4gpu.yaml recipes/ddp_cifar.py --epochs 100", "4gpu.yaml ours.py --epochs 90"),
     ('structure.\n"""', 'structure. A """ of ours.\n' + "'''  # noqa: D205"),
     ("import accelerate\n", "import accelerate  # ours\nimport antigravity  # registers ops\n"),
     ("import torchvision\n", "import torchvision  # ours\n"),
@@ -263,7 +263,7 @@ def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     assert ('"peft>=0.21"' in text) == ("lora" in examples)
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
-    assert "4gpu.yaml ours.py --epochs 100" in documented
+    assert "4gpu.yaml ours.py --epochs 90" in documented
     assert 'structure. A """ of ours.' in documented and documented.endswith("\n\nBelow.")
     known = {*REFERENCE.read_text().split("\n"), *text.split("\n")}
     assert [x for x in before.partition("  # noqa: D205\n")[2].split("\n") if x not in known] == []

@@ -281,7 +281,7 @@ def compose(path, name, recipe, examples, adds=False, split=False):
         recipes = description(example)[1]
         if recipe not in recipes:
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
-        own = put_functions(own, example, recipe, examples[:index])
+        own = put_functions(own, example, recipe, tuple(examples[:index]))
         own = apply(own, source(example, "diff", recipe), example)
         own = with_imports(own, example, recipe)
     if not adds:
