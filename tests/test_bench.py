@@ -283,7 +283,7 @@ def test_the_pages_show_the_results():
     for page in make_results.PAGES:
         assert make_results.filled(page.read_text()) == page.read_text(), "run make results"
     published = (make_results.RESULTS / "accuracy.md").read_text()
-    assert published == make_results.accuracy_table(make_results.RESULTS / "accuracy")
+    assert published == make_results.accuracy_table()
 
 
 def test_the_table_of_other_scripts_is_that_of_their_results():
