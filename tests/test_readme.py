@@ -16,8 +16,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from composed import write_photos
-from conftest import LITTLE, SMALL, copy, load
-from processes import ROOT, train_forked
+from conftest import LITTLE, SMALL, assert_same_training, copy, load, project
+from processes import ROOT, forked, outputs, train_forked
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -232,6 +232,31 @@ def test_a_plain_script_and_the_copy_that_it_becomes_have_the_same_losses(
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert [line["loss"] for line in run.train] == pytest.approx(losses, rel=1e-8)
     assert 0 <= run.evaluations[-1]["test_map"] <= 1
+
+
+@pytest.mark.slow
+def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
+    """As the page has it. The run ends two steps after an evaluation that has changed the rate."""
+    plateau, rule = re.findall(r"^```python\n(.*?)^```$", ADAPTING, re.M | re.S)
+    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)"
+    text = project("resume") + f"\n{plateau}\n\ndef make_optimizer(model, args, total_steps):\n"
+    text += f"    {optimizer}\n    return optimizer, Plateau(optimizer)\n"
+    evaluation = '            run.metrics.write("evaluation", evaluate(run, model, test_loader))\n'
+    script = copy(
+        "ddp_cifar", tmp_path / "mine.py", *LITTLE, (evaluation, evaluation + rule), project=text
+    )
+    flags = [*SMALL, "--batch-size", 32, "--lr", 3, "--max-steps", 12, "--evaluate-every", 3]
+    flags += ["--log-every", 1, "--checkpoint-every", 2, "--output-dir"]
+    one = {"processes": 2, "script": script, "directory": tmp_path}
+    runs = [{**one, "flags": [*flags, "whole"]}, {**one, "flags": [*flags, "broken"]}]
+    runs.insert(1, {**runs[1], "env": {"ENDS": "9"}})
+    codes = [{*codes} for codes, _ in forked(runs, tmp_path)]
+    assert codes == [{0}, {7}, {0}]
+    whole, broken = (outputs(tmp_path / x) for x in ("whole", "broken"))
+    assert (whole.summary["resumed_from"], broken.summary["resumed_from"]) == (0, 8)
+    rates = [line["learning_rate"] for line in whole.train]
+    assert len({*rates[:8]}) > 1 and len({*rates}) > 2, "or it would prove nothing"
+    assert_same_training(broken, whole, 0)
 
 
 @pytest.mark.slow
