@@ -339,8 +339,3 @@ def test_the_demo_learns_as_the_page_shows():
     given = {name: summary[name.replace("-", "_")] for name in flags}
     assert {name: str(x) for name, x in given.items()} == flags
     assert summary["lr"] == (float(flags["lr"]) if "lr" in flags else 0.1)
-
-
-def test_every_test_file_is_in_the_table_of_behaviours():
-    named = set(re.findall(r"`(test_\w+\.py)`", CONTRIBUTING))
-    assert named == {path.name for path in (ROOT / "tests").glob("test_*.py")}
