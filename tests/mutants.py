@@ -35,8 +35,12 @@ SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
 # The test files that reach a function of this name, class or file, the quickest first. The others
 # are those of `recipes`.
 TESTS = {
-    "recipes": "errors own_mistakes checkpoints training resume interruption",
+    "recipes": "errors own_mistakes training checkpoints resume interruption",
+    "Checkpoints": "checkpoints resume sharded own_mistakes",
+    "save": "checkpoints own_mistakes hangs",
     "Watcher": "interruption hangs",
+    "report": "hangs",
+    "identify": "hangs",
     "exit_if_ranks_differ": "ranks checkpoints",
     "broadcast_state": "checkpoints resume sharded",
     "lock_output_directory": "interruption checkpoints tracker_and_weights",
@@ -44,9 +48,10 @@ TESTS = {
     "join_process_group": "launch ranks interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
     "exit_if_config_is_ignored": "launch",
-    "load_weights": "tracker_and_weights errors own_mistakes",
-    "fitting": "tracker_and_weights",
+    "load_weights": "errors own_mistakes tracker_and_weights",
+    "fitting": "errors tracker_and_weights",
     "SeededSamples": "data training own_mistakes recipes",
+    "make_reproducible": "own_mistakes data training",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
     "recipes/pipeline_cifar.py": "pipeline own_mistakes resume errors",
     "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
@@ -68,8 +73,10 @@ def mutants(text):
         lines = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         return [starts[line - 1] + column for line, column in lines]
 
+    data = text.encode()
+
     def cut(begin, end, new=""):
-        return (text.encode()[:begin] + new.encode() + text.encode()[end:]).decode()
+        return (data[:begin] + new.encode() + data[end:]).decode()
 
     def visit(node, names, function):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -144,7 +151,9 @@ def tests_of(key):
     """Return the tests of a mutant: the quickest first, then those of its function."""
     path, name, *_ = key.split(" ")
     smoke = SMOKE[path.partition("/")[0]]
-    chosen = next((TESTS[x] for x in (*name.split("."), path) if x in TESTS), TESTS["recipes"])
+    chosen = next(
+        (TESTS[x] for x in (*name.split(".")[::-1], path) if x in TESTS), TESTS["recipes"]
+    )
     return list(dict.fromkeys([smoke, *chosen.split()]))
 
 
@@ -182,7 +191,7 @@ def main():
     parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
     parser.add_argument("--sample", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one test file")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one test file")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     args = parser.parse_args()
     found = listed(args.only)
