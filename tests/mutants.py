@@ -151,9 +151,8 @@ def tests_of(key):
     """Return the tests of a mutant: the quickest first, then those of its function."""
     path, name, *_ = key.split(" ")
     smoke = SMOKE[path.partition("/")[0]]
-    chosen = next(
-        (TESTS[x] for x in (*name.split(".")[::-1], path) if x in TESTS), TESTS["recipes"]
-    )
+    names = *name.split(".")[::-1], path, "recipes"
+    chosen = next(TESTS[x] for x in names if x in TESTS)
     return list(dict.fromkeys([smoke, *chosen.split()]))
 
 
