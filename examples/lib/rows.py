@@ -74,6 +74,17 @@ class Stored(NamedTuple):
         return io.BytesIO(value["bytes"]) if value["bytes"] else value["path"]
 
 
+@cache
+def located(folder):
+    """Return a function that converts a value of a row: the name of a file, into its path from this
+    folder. What is `Stored` stays so."""
+
+    def path(value):
+        return value if isinstance(value, Stored) else Path(folder, nonempty_text(value))
+
+    return path
+
+
 def dataset_rows(source):
     """Yield the rows of a dataset. Classes have their names, or None in place of -1; images and
     sounds are `Stored`."""
