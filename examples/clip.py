@@ -3,12 +3,13 @@
 """Train CLIP to match images and captions (Radford et al. 2021, arXiv:2103.00020).
 
     python tools/toy.py captions
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/clip \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/clip \\
         --captions toy/captions/captions.jsonl --epochs 9 --batch-size 32 --lr 1e-3
 
 With a model of the Hub and your own captions.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base openai/clip-vit-base-patch32
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base openai/clip-vit-base-patch32
 
 The toy model has random weights: --lr is higher for it. An image's path is relative to the folder
 of --captions; a dataset has the image itself. Every tenth line, but at most 5,000 of them, is in

@@ -3,12 +3,13 @@
 """Train embeddings of texts for search, on pairs such as a question and its answer.
 
     python tools/toy.py pairs
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert --pairs toy/pairs.jsonl \\
-        --epochs 5 --batch-size 64 --lr 3e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
+        --pairs toy/pairs.jsonl --epochs 5 --batch-size 64 --lr 3e-3
 
 With a model of the Hub and your own pairs.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base distilbert/distilbert-base-uncased
 
 The toy model has random weights: --lr is higher for it. The names in a row are those of
 sentence-transformers: "anchor" and "positive", or --anchor and --positive, and perhaps "negative",

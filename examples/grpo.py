@@ -3,12 +3,13 @@
 """Train a chat model by verifiable rewards: GRPO (Shao et al. 2024, arXiv:2402.03300).
 
     python tools/toy.py prompts
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama --prompts toy/prompts.jsonl \\
-        --new-tokens 4 --batch-size 8 --epochs 2 --lr 1e-2
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
+        --prompts toy/prompts.jsonl --new-tokens 4 --batch-size 8 --epochs 2 --lr 1e-2
 
 With a model of the Hub and your own prompts.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M-Instruct
 
 The toy model has random weights: --lr is higher for it. Each row of --prompts has a "prompt", a
 text or messages, and what `reward` reads: replace that function. --test names other rows; without

@@ -3,12 +3,13 @@
 """Tune a chat model on preferences, pairs of a chosen and a rejected answer: DPO.
 
     python tools/toy.py preferences
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
         --pairs toy/preferences.jsonl --epochs 3 --batch-size 8 --lr 1e-3
 
 With a model of the Hub and your own pairs.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M-Instruct
 
 The loss is that of Rafailov et al. 2023, arXiv:2305.18290. In each row of --pairs, "chosen" and
 "rejected" are texts or lists of messages, which may repeat the prompt or its end. "prompt" is a

@@ -3,12 +3,13 @@
 """Fine-tune a chat model on conversations: instruction tuning, with loss on the answers alone.
 
     python tools/toy.py chats
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama --chats toy/chats.jsonl \\
-        --epochs 9 --batch-size 16 --lr 3e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
+        --chats toy/chats.jsonl --epochs 9 --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own chats.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M-Instruct
 
 The toy model has random weights: --lr is higher for it. Each row of --chats has "messages", and may
 have "tools". --test names other rows; without it the last tenth is the test set. Batches have chats

@@ -3,12 +3,13 @@
 """Fine-tune Stable Diffusion on images with captions; with lora, an adapter for diffusers.
 
     python tools/toy.py painter
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/painter --images toy/captions \\
-        --size 32 --prompt "a red ellipse on blue" --epochs 3 --batch-size 16 --lr 1e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/painter \\
+        --images toy/captions --size 32 --prompt "a red ellipse on blue" --epochs 3 \\
+        --batch-size 16 --lr 1e-3
 
 With a model of the Hub and your own folder of images:
 
-    torchrun --standalone --nproc_per_node 2 mine.py \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
         --base stable-diffusion-v1-5/stable-diffusion-v1-5
 
 The toy model has random weights: --lr is higher for it; with lora 1e-4 is usual. Each line of

@@ -3,12 +3,13 @@
 """Fine-tune a vision-language model on conversations with images, with loss on the answers alone.
 
     python tools/toy.py image_chats
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/qwen \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/qwen \\
         --chats toy/image_chats/chats.jsonl --train-vision --epochs 15 --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own chats.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base Qwen/Qwen2.5-VL-3B-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base Qwen/Qwen2.5-VL-3B-Instruct
 
 The toy model has random weights: --lr is higher for it,
 and --train-vision trains the vision encoder, too, which is frozen otherwise.
