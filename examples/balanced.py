@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lib.order import Ordered, balanced
-from photos import add_photo_flags, build_model, photo_sets
+from photos import add_photo_flags, build_model, photo_folders
 
 
 class Weighted(Dataset):
@@ -49,7 +49,7 @@ def add_flags(parser):
 
 
 def load_data(args, accelerator):
-    train_set, test_set = (Weighted(folder) for folder in photo_sets(args))
+    train_set, test_set = (Weighted(folder) for folder in photo_folders(args))
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
     options |= {"num_workers": 2, "persistent_workers": True}  # per process
     if args.balance == "drawing":

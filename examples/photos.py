@@ -72,7 +72,7 @@ def photo_classes(args):
     return classes
 
 
-def photo_sets(args):
+def photo_folders(args):
     """Return the datasets of (image, label), for training and test. The random transforms draw from
     torch's global generator, which the recipe seeds for each sample."""
     augment = [v2.RandomResizedCrop(args.size, scale=(0.3, 1.0)), v2.RandomHorizontalFlip()]
@@ -95,7 +95,7 @@ def photo_sets(args):
 
 
 def load_data(args, accelerator):
-    train_set, test_set = photo_sets(args)
+    train_set, test_set = photo_folders(args)
     # Pinned memory: the copies to the GPU overlap the computation.
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
     options |= {"num_workers": 2, "persistent_workers": True}  # per process

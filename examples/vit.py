@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from ddp_cifar import exit_with_error
 from lib.mixed import Mixed
 from lib.vit_layers import depth_of, model_blocks
-from photos import add_photo_flags, photo_classes, photo_sets
+from photos import add_photo_flags, photo_classes, photo_folders
 
 
 def add_flags(parser):
@@ -46,7 +46,7 @@ def add_flags(parser):
 
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, targets) for training and test."""
-    train_folder, test_folder = photo_sets(args)
+    train_folder, test_folder = photo_folders(args)
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
     options |= {"num_workers": 2, "persistent_workers": True}  # per process
     train_set, test_set = Mixed(train_folder, args.mixed), Mixed(test_folder, 0.0)

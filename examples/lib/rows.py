@@ -18,7 +18,7 @@ SOURCES = "a file, a folder of save_to_disk, or NAME[@REVISION][:CONFIG]:SPLIT o
 
 def is_dataset(source):
     """Return whether a source is one of the `datasets` library, not a file."""
-    named = DATASET.fullmatch(source) and not Path(source).exists()
+    named = DATASET.fullmatch(str(source)) and not Path(source).exists()
     return bool(named) or Path(source).is_dir()
 
 
