@@ -46,11 +46,11 @@ def dataset_of(source):
         raise OSError(f"{reason:.300}. Name {SOURCES}") from None
     if isinstance(rows, dict):
         raise OSError(f"name the folder of a split: {', '.join(f'{source}/{x}' for x in rows)}")
-    for name, feature in [*rows.features.items()]:
+    for name, feature in rows.features.items():
         one = getattr(feature, "feature", feature)  # of a list, its elements
         if isinstance(one, datasets.Image | datasets.Audio):
             one.decode = False
-            rows.features[name] = feature  # so that `features` looks again at what it decodes
+            rows.info.features[name] = feature
     return rows
 
 
@@ -91,11 +91,12 @@ def dataset_rows(source):
     import datasets
 
     rows = dataset_of(source)
-    one = {name: getattr(x, "feature", x) for name, x in rows.features.items()}
+    features = rows.features
+    one = {name: getattr(x, "feature", x) for name, x in features.items()}
     classes = {name: x.names for name, x in one.items() if isinstance(x, datasets.ClassLabel)}
     media = [name for name, x in one.items() if isinstance(x, datasets.Image | datasets.Audio)]
-    lists = [name for name in media if one[name] is not rows.features[name]]
-    alone = [name for name in media if name not in lists]
+    alone = [name for name in media if one[name] is features[name]]
+    lists = {*media} - {*alone}
 
     def named(value, names):
         if isinstance(value, list):
