@@ -52,7 +52,7 @@ TESTS = {
     "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
     "tools/check.py": "check",
     "tools/new.py": "new",
-    "tools/recipe.py": "sync new",
+    "tools/shared_block.py": "sync new",
     "tools/sync.py": "sync",
     "tools/weights.py": "sharded tracker_and_weights",
 }
