@@ -13,6 +13,7 @@ changed. A survivor that mutants.txt does not list, with its reason, is an error
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
@@ -57,7 +59,7 @@ TESTS = {
     "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
     "tools/check.py": "check",
     "tools/new.py": "new",
-    "tools/recipe.py": "sync new",
+    "tools/shared_block.py": "sync new",
     "tools/sync.py": "sync",
     "tools/weights.py": "sharded tracker_and_weights",
 }
@@ -171,7 +173,7 @@ def failed(clone, test, limit):
             os.dup2(output.fileno(), 2)
             for module in ("conftest", "processes"):
                 del sys.modules[module]
-            os._exit(__import__("pytest").main(words))
+            os._exit(pytest.main(words))
         end = time.monotonic() + limit
         while (result := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
             time.sleep(0.1)
@@ -185,6 +187,39 @@ def failed(clone, test, limit):
     return None if result[1] == 0 else (found or [test])[0]
 
 
+def examine(clone, key, path, mutated, limit):
+    """Return what notices a mutant: the name of a test, "hung", "make sync", or None."""
+    (clone / path).write_text(mutated)
+    if subprocess.run([sys.executable, "tools/sync.py"], cwd=clone, capture_output=True).returncode:
+        return "make sync"
+    return next(filter(None, (failed(clone, test, limit) for test in tests_of(key))), None)
+
+
+def run(chosen, found, known, limit):
+    """Examine the chosen mutants that are not known, in a clone, and note the results."""
+    with tempfile.TemporaryDirectory() as temporary, RESULTS.open("a", buffering=1) as file:
+        clone = Path(temporary, "clone")
+        subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
+        (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
+        sys.dont_write_bytecode = True
+        sys.path[0] = str(clone / "tests")
+        server = importlib.import_module("conftest").fork_server()
+        for key in chosen:
+            path, mutated, function = found[key]
+            if (key, function) in known:
+                continue
+            began = time.monotonic()
+            seen = known[key, function] = examine(clone, key, path, mutated, limit)
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.kill()
+            subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
+            seconds = round(time.monotonic() - began)
+            line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
+            file.write(json.dumps(line) + "\n")
+            print(f"{seen or 'SURVIVED'}: {key}, {seconds} s", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
@@ -195,44 +230,14 @@ def main():
     args = parser.parse_args()
     found = listed(args.only)
     chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
-    if args.list:
-        print("\n".join(chosen))
-        return
     print(f"{len(chosen)} of {len(found)} mutants", flush=True)
+    if args.list:
+        sys.exit("\n".join(chosen))
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
-    known = {}
-    for line in map(json.loads, RESULTS.read_text().splitlines()):
-        known[line["mutant"], line["function"]] = line["seen"]
-    with tempfile.TemporaryDirectory() as temporary:
-        clone = Path(temporary, "clone")
-        git = ["git", "-C", clone]
-        subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
-        (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
-        sys.dont_write_bytecode = True
-        sys.path[0] = str(clone / "tests")
-        server = __import__("conftest").fork_server()
-        for key in chosen:
-            path, mutated, function = found[key]
-            if (key, function) in known:
-                continue
-            (clone / path).write_text(mutated)
-            if path == FILES[0]:
-                sync = [sys.executable, "tools/sync.py"]
-                subprocess.run(sync, cwd=clone, check=True, capture_output=True)
-            began = time.monotonic()
-            results = (failed(clone, test, args.limit) for test in tests_of(key))
-            seen = next(filter(None, results), None)
-            for process in psutil.Process(server.pid).children(recursive=True):
-                process.kill()
-            subprocess.run([*git, "checkout", "--quiet", "."], check=True)
-            known[key, function] = seen
-            seconds = round(time.monotonic() - began)
-            line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{seen or 'SURVIVED'}: {key}, {seconds} s", flush=True)
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    known = {(line["mutant"], line["function"]): line["seen"] for line in lines}
+    run(chosen, found, known, args.limit)
     reasons = dict(x.split(" | ") for x in ACCEPTED.read_text().splitlines())
     survivors = [key for key in chosen if known[key, found[key][2]] is None]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} are seen")

@@ -249,7 +249,7 @@ def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_names_all_metrics_and_files_of_a_run(tmp_path):
+def test_the_page_names_all_metrics_and_files_of_a_run_and_uses_it(tmp_path, monkeypatch):
     script = copy("ddp_cifar", tmp_path / "mine.py", *LITTLE)
     [run] = train_forked(tmp_path, (2, script, [*SMALL, "--batch-size", 64, "--epochs", 1]))
     names = {x for row in rows(RUNNING, "| name in") for x in row[0].split(", ")}
@@ -258,6 +258,12 @@ def test_the_page_names_all_metrics_and_files_of_a_run(tmp_path):
     files = {row[0] for row in rows(RUNNING, "| file |")}
     numbered = {"step-00000002.pt", "mine.from-00000000.py"}
     assert {x.name for x in run.directory.iterdir()} - files == numbered
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = "\n".join(code(RUNNING, "Use a trained copy", "python"))
+    assert "runs/mine" in program
+    exec(program.replace("runs/mine", str(run.directory)), {})
+    assert Path("model.pt2").exists()
 
 
 RESULTS = ROOT / "benchmarks/results"
