@@ -94,6 +94,7 @@ LOADERS = {
     ),
     "three": ("return two DataLoaders", TRAIN, TEST, TEST),
     "a stream": (OWN_SAMPLER, data.DataLoader(Stream(), 8, drop_last=True), TEST),
+    "a test that is a stream": ("test needs .* no sampler", TRAIN, data.DataLoader(Stream(), 8)),
 }
 
 
