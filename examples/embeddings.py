@@ -43,6 +43,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from lib.fine_tuning import make_optimizer
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
 from lib.pooling import pooled, pooling_of, save_pooling
+from lib.pretrained import save_card
 from lib.rows import read_texts
 
 
@@ -66,6 +67,7 @@ def load_data(args, accelerator):
         tokenizer.save_pretrained(args.output_dir)
         AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
         save_pooling(args)
+        save_card(args)
 
     def tokenize(batch):
         cut = {"truncation": True, "max_length": args.length}

@@ -22,6 +22,12 @@ def is_dataset(source):
     return bool(named) or Path(source).is_dir()
 
 
+def hub_name(source):
+    """Return the name on the Hub of a source, or None."""
+    named = DATASET.fullmatch(str(source))
+    return named[1] if named and not Path(source).exists() and not Path(named[1]).exists() else None
+
+
 @cache
 def dataset_of(source):
     """Return the Dataset of a source: a folder that `save_to_disk` has written, or
