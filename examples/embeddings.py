@@ -50,7 +50,7 @@ from lib.rows import read_texts
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
-    parser.add_argument("--pairs", default="pairs.jsonl", help="rows (pairs.jsonl)")
+    parser.add_argument("--pairs", default="pairs.jsonl", help="a file, or a dataset (pairs.jsonl)")
     parser.add_argument("--anchor", default="anchor", help="the column of anchors (anchor)")
     parser.add_argument("--positive", default="positive", help="that of positives (positive)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text, at most (128)")
