@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of files and of the `datasets` library: the same, whatever their source is."""
 
+import argparse
 import json
 
 import pytest
 from conftest import Exit, exit_by_exception
-from lazy import datasets
+from lazy import datasets, huggingface_hub
 
-from lib import rows
+from lib import pretrained, rows
 
 NAMES = ["O", "B-LOC"]
 ROWS = [
@@ -94,3 +95,18 @@ def test_numbers_without_names_are_no_tags(sources):
     for source in ("rows.jsonl", "files:train"):
         with pytest.raises(Exit, match=r"row 1: .*\[0, 0\] are numbers without names: name the"):
             rows.read_rows(source, *columns)
+
+
+def test_a_model_card_names_data_of_the_hub_the_command_and_all_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["mine.py", "--lr", "1e-3"])
+    args = argparse.Namespace(output_dir=str(tmp_path), base="a/bert", lr=1e-3, weights=None)
+    args.train, args.test, args.prompt = "b/texts@main:config:train[:9]", "test.jsonl", "c/d:train"
+    pretrained.save_card(args)
+    card = huggingface_hub.ModelCard.load(tmp_path / "README.md")
+    expected = {"base_model": "a/bert", "datasets": ["b/texts"], "library_name": "transformers"}
+    assert card.data.to_dict() == expected
+    assert "`python mine.py --lr 1e-3`" in card.text and "--weights" not in card.text
+    assert "\n--lr 0.001\n--train b/texts@main:config:train[:9]\n" in card.text
+    (tmp_path / "README.md").write_text("mine")
+    pretrained.save_card(args)
+    assert (tmp_path / "README.md").read_text() == "mine"
