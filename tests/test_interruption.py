@@ -2,11 +2,14 @@
 continues."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import psutil
@@ -46,8 +49,8 @@ LAUNCH = [ACCELERATE, "launch", "--config_file"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 # what happens: (the words before the recipe, the launcher's exit code)
 CASES = {
-    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], 1),
-    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], 1),
+    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], 120),
+    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], 120),
     "its launcher is killed": ([*TORCHRUN, "2"], -signal.SIGKILL),
     "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], -signal.SIGKILL),
     "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], 1),
@@ -61,7 +64,15 @@ REPLACED = {
 }
 
 
-def interrupted(case, directory):
+def real(command, stdin=None, output=None, session=True, terminal=False):
+    """Start a launcher with interpreters of its own, with which those of `Launched` are compared:
+    one of each kind."""
+    own = (lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None
+    files = {"stdin": stdin, "stdout": output, "stderr": output}
+    return subprocess.Popen(command, **files, start_new_session=session, preexec_fn=own)
+
+
+def interrupted(case, start, directory):
     """Start a run that would take minutes and interrupt it when it trains. Return the exit code of
     the launcher, the checkpoints, and everything that was printed while somebody read it."""
     launcher, _ = CASES[case]
@@ -76,10 +87,10 @@ def interrupted(case, directory):
     if "tee" in case:
         process = Launched(command, session=True, tee=str(log))
     elif "terminal" in case:
-        process = Launched(command, stdin=slave, output=slave, terminal=True)
+        process = start(command, stdin=slave, output=slave, terminal=True)
     else:
         with open(log, "w") as file:
-            process = Launched(command, output=file, session=True)
+            process = start(command, output=file, session=True)
     os.close(slave)
 
     def trains():
@@ -111,9 +122,12 @@ def interrupted(case, directory):
     return code, saved, last, log.read_text() if log.exists() else ""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_saves_and_stops_when(case, tmp_path):
-    code, saved, last_line, log = interrupted(case, tmp_path)
+REAL = [(case, real) for case in ("its terminal is closed", "its launcher is killed")]
+
+
+@pytest.mark.parametrize(("case", "start"), [*((case, Launched) for case in CASES), *REAL])
+def test_a_run_saves_and_stops_when(case, start, tmp_path):
+    code, saved, last_line, log = interrupted(case, start, tmp_path)
     assert saved and saved[-1] == last_line, log
     assert CASES[case][1] == code, log
     assert "tee" not in case or ("step 2/" in log and "which is saved" not in log), "it ended first"
