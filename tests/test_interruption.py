@@ -47,13 +47,14 @@ pytestmark = pytest.mark.slow
 
 LAUNCH = [ACCELERATE, "launch", "--config_file"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
-# what happens: (the words before the recipe, the launcher's exit code)
+# what happens: (the words before the recipe, the launcher's exit codes: Python's own is 120 where
+# the last lines have nowhere to go)
 CASES = {
-    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], 120),
-    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], 120),
-    "its launcher is killed": ([*TORCHRUN, "2"], -signal.SIGKILL),
-    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], -signal.SIGKILL),
-    "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], 1),
+    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], {120}),
+    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], {1, 120}),
+    "its launcher is killed": ([*TORCHRUN, "2"], {-signal.SIGKILL}),
+    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], {-signal.SIGKILL}),
+    "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], {1}),
 }
 # Rank 0 says the reason, and looks for its launcher each second: a step takes longer, so that the
 # other rank does not stop the run before that.
@@ -129,7 +130,7 @@ REAL = [(case, real) for case in ("its terminal is closed", "its launcher is kil
 def test_a_run_saves_and_stops_when(case, start, tmp_path):
     code, saved, last_line, log = interrupted(case, start, tmp_path)
     assert saved and saved[-1] == last_line, log
-    assert CASES[case][1] == code, log
+    assert code in CASES[case][1], log
     assert "tee" not in case or ("step 2/" in log and "which is saved" not in log), "it ended first"
     if "SIGTERM" in case or "killed" in case:
         assert log.count("SIGTERM: stopping after the next step (") == 1, "by one rank"
