@@ -546,7 +546,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 0bf5a3ab410a: identical in all recipes, edit only above it
+# ================= shared infrastructure f32d6be91408: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1382,8 +1382,7 @@ def log_line(message):
     with suppress(OSError):
         line = f"{RECIPE}: {message}".replace("\n", " ")
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
-        sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
-        sys.stderr.flush()
+        sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`; a line is flushed
 
 
 def log_error(message):

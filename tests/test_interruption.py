@@ -277,7 +277,10 @@ def test_the_launcher_restarts_a_run_whose_rank_is_killed_or_stalls_to_the_same_
     assert Path(tmp_path, "disturbed/summary.json").exists()
 
 
-@pytest.mark.parametrize("raised, status", [(SystemExit(3), 3), (KeyboardInterrupt(), 130)])
+ENDS = [(SystemExit(3), 3), (SystemExit(), 0), (KeyboardInterrupt(), 130), (ValueError(), 1)]
+
+
+@pytest.mark.parametrize("raised, status", ENDS)
 def test_the_exit_status_is_that_of_main(raised, status, monkeypatch):
     def main():
         raise raised
