@@ -19,12 +19,32 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
-from lib.images import is_image, log_left_out, read_image
+from lib.images import is_image, is_of_a_program, log_left_out, read_image
 
 
 def add_flags(parser):
     parser.add_argument("--photos", default="photos", help="folder with train/CLASS and test/CLASS")
     parser.add_argument("--size", type=int, default=64, help="height and width of an input (64)")
+
+
+class Photos(torchvision.datasets.ImageFolder):
+    """Images in folders of classes, as (image, label)."""
+
+    def __init__(self, folder, transform):
+        def is_photo(path):
+            return is_image(path) and not is_of_a_program(path, folder)
+
+        super().__init__(folder, transform, loader=read_image, is_valid_file=is_photo)
+
+    def find_classes(self, directory):
+        classes = classes_of(directory)
+        return classes, {name: index for index, name in enumerate(classes)}
+
+
+def classes_of(folder):
+    """Return the names of the folders of classes in a folder, in their order."""
+    names, _ = torchvision.datasets.folder.find_classes(folder)
+    return [name for name in names if not is_of_a_program(f"{folder}/{name}", folder)]
 
 
 def photo_folders(args):
@@ -36,9 +56,8 @@ def photo_folders(args):
     normalize = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)]
     transform = v2.Compose([v2.ToImage(), *augment, *normalize])
     test_transform = v2.Compose([v2.ToImage(), *resize, *normalize])
-    reader = {"loader": read_image, "is_valid_file": is_image}
-    train_set = torchvision.datasets.ImageFolder(f"{args.photos}/train", transform, **reader)
-    test_set = torchvision.datasets.ImageFolder(f"{args.photos}/test", test_transform, **reader)
+    train_set = Photos(f"{args.photos}/train", transform)
+    test_set = Photos(f"{args.photos}/test", test_transform)
     if train_set.classes != test_set.classes:  # the same label would be another class
         exit_with_error(f"--photos {args.photos}: train/ and test/ have other folders")
     log_left_out(args.photos, [path for path, _ in (*train_set.samples, *test_set.samples)])
@@ -55,6 +74,6 @@ def load_data(args, accelerator):
 
 
 def build_model(args):
-    classes, _ = torchvision.datasets.folder.find_classes(f"{args.photos}/train")
+    classes = classes_of(f"{args.photos}/train")
     model = torchvision.models.resnet18(num_classes=len(classes))
     return model.to(memory_format=torch.channels_last)  # the fastest for convolutions

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from ddp_cifar import exit_with_error
 from lib.mixed import Mixed
 from lib.vit_layers import depth_of, model_blocks
-from photos import photo_folders
+from photos import classes_of, photo_folders
 
 
 def add_flags(parser):
@@ -57,7 +57,7 @@ def build_model(args):
     """Return the model, on the CPU: torchvision's vit_b_16, unless the flags name other sizes."""
     if args.size % args.patch or args.width % 64:
         exit_with_error("choose a --size of whole patches (--patch), and a --width of 64 n")
-    classes, _ = torchvision.datasets.folder.find_classes(f"{args.photos}/train")
+    classes = classes_of(f"{args.photos}/train")
     return torchvision.models.VisionTransformer(
         image_size=args.size,
         patch_size=args.patch,
