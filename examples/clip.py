@@ -40,8 +40,8 @@ from transformers import CLIPConfig, CLIPModel
 from lib.captions import Captioned, pad_captions, tokenizer_of
 from lib.fine_tuning import make_optimizer
 from lib.images import exit_if_missing
-from lib.json_lines import texts_of
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
+from lib.rows import texts_of
 
 
 def add_flags(parser):
@@ -57,7 +57,7 @@ def load_data(args, accelerator):
     config = CLIPConfig.from_pretrained(args.base)
     size, bicubic = config.vision_config.image_size, InterpolationMode.BICUBIC
     common = Path(args.captions).parent, tokenizer_of(args, config.text_config)
-    rows = texts_of(args.captions, "--captions", "image", "caption")
+    rows = texts_of(args.captions, "image", "caption")
     every = max(10, len(rows) // 5000)  # test images are compared with all test captions
     train = [row for index, row in enumerate(rows) if index % every]
     exit_if_missing([common[0] / name for name, _ in rows], f"--captions {args.captions}")

@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from lib.fine_tuning import make_optimizer
-from lib.json_lines import texts_of
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
 from lib.pooling import pooled, pooling_of, save_pooling
+from lib.rows import texts_of
 
 
 def add_flags(parser):
@@ -55,7 +55,7 @@ def add_flags(parser):
 def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of (B, longest) int64 each for B anchors, their
     positives, and their negatives if there are any: tokens, and -100 behind the shorter texts."""
-    pairs = texts_of(args.pairs, "--pairs", "anchor", "positive", more="negative")
+    pairs = texts_of(args.pairs, "anchor", "positive", more="negative")
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # for sentence-transformers
     if accelerator.is_main_process:

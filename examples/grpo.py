@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader
 from ddp_cifar import exit_with_error, positive
 from lib.chat import add_chat_flags, chat_tokenizer
 from lib.completions import Prompts, collate, complete, prompt_tokens
-from lib.json_lines import read_lines
 from lib.policy import group_loss
+from lib.rows import read_lines
 from sft import build_model, make_optimizer
 
 
@@ -80,7 +80,7 @@ def load_data(args, accelerator):
         return prompt_tokens(tokenizer, line, args), line
 
     form = '{"prompt": ..., "answer": ...} or {"prompt": ..., "pattern": ...}'
-    rows = read_lines(args.prompts, args.prompts, form, sample)
+    rows = read_lines(args.prompts, form, sample)
     train, test = rows[: len(rows) * 9 // 10], rows[len(rows) * 9 // 10 :]
     options = {"batch_size": args.batch_size, "collate_fn": collate}
     train_loader = DataLoader(Prompts(train, args), shuffle=True, drop_last=True, **options)

@@ -36,8 +36,8 @@ from torch.utils.data import DataLoader, Subset
 
 from ddp_cifar import exit_with_error
 from diffusion import make_optimizer
-from lib.json_lines import texts_of
 from lib.latents import Noisy, encoded_once, save_samples
+from lib.rows import texts_of
 
 
 def add_flags(parser):
@@ -54,8 +54,7 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of what `Noisy` returns."""
     if args.size % 8:
         exit_with_error("argument --size: choose a multiple of 8")
-    path = Path(args.images, "metadata.jsonl")
-    rows = texts_of(path, "--images", "file_name", "text")
+    rows = texts_of(Path(args.images, "metadata.jsonl"), "file_name", "text")
     scheduler = DDPMScheduler.from_pretrained(args.base, subfolder="scheduler")
     samples = Noisy(encoded_once(rows, args, accelerator), scheduler)
     train_set = Subset(samples, [index for index in range(len(rows)) if index % 10])

@@ -142,6 +142,7 @@ def train_step(run, model, optimizer, scheduler, microbatches):
     gradient before clipping, or None if it is not needed. All stay on the device."""
     accelerator, args = run.accelerator, run.args
     step_values = []
+    send_buffers(model, training_buffers(model))
     for index, batch in enumerate(microbatches):
         # The number in the whole step: dropout is then the same on any number of pipelines.
         number = index * run.data_parallel_size + model.data_parallel_group.rank()
@@ -377,7 +378,6 @@ def run_pipeline(model, batch):
     inputs, targets = filled_up(model, batch)
     run_schedule = model.schedule.eval
     if model.training:
-        send_buffers(model, training_buffers(model))
         run_schedule = model.schedule.step
     is_last = model.group.rank() == STAGES - 1
     model.chunk_values.clear()
@@ -546,7 +546,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure cac298d1e7b2: identical in all recipes, edit only above it
+# ================= shared infrastructure 9aafd0751173: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1027,19 +1027,23 @@ def datasets_in(dataset):
 def make_reproducible(loaders, args):
     """Return two loaders, with `SeededSamples`. Exit with an error if one cannot be resumed exactly
     or leaves out samples of the test set."""
+    if len(loaders) != 2:
+        exit_with_error("load_data: return two DataLoaders, for training and test")
     samplers = [torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler]
-    has_two = len(loaders) == 2
-    for is_training, loader in zip((True, False), loaders, strict=has_two):
+    for is_training, loader in zip((True, False), loaders, strict=True):
         batches = loader.batch_sampler
         is_standard = type(batches) is torch.utils.data.BatchSampler
         is_standard = is_standard and type(batches.sampler) in samplers[: 1 + is_training]
-        is_standard = is_standard and batches.drop_last == is_training
-        has_size = loader.batch_size == args.batch_size or not is_training
-        is_empty = not (is_training or len(loader.dataset))  # `prepare_data` counts the other's
-        if not (has_two and is_standard and has_size) or is_empty:
-            needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={is_training}"
-            remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
-            exit_with_error(f"load_data: each of two DataLoaders needs {remedy}")
+        size = args.batch_size if is_training else loader.batch_size
+        needs = {
+            "a map-style Dataset, and no sampler: see examples/lib/order.py": is_standard,
+            f"drop_last={is_training}": is_standard and batches.drop_last == is_training,
+            f"batch_size=args.batch_size ({size})": loader.batch_size == size,
+            "samples": is_training or len(loader.dataset),  # `prepare_data` counts the other's
+        }
+        if broken := [need for need, is_met in needs.items() if not is_met]:
+            which = "training" if is_training else "test"
+            exit_with_error(f"load_data: the DataLoader for {which} needs {broken[0]}")
         # DataLoader forbids an assignment, since a sampler may belong to the dataset.
         dataset = SeededSamples(loader.dataset, args.seed, is_test=not is_training)
         object.__setattr__(loader, "dataset", dataset)

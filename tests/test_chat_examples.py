@@ -498,10 +498,10 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     script = make(tmp_path / "mine.py", "ddp", "sft")
     template = ["--chat-template", tmp_path / "forgets.jinja"]
     cases = {
-        "line 1: ValueError('the chat template leaves out the tool calls of me": ["calls"],
-        "line 2: ValueError('nothing comes before the answer')": ["alone"],
-        "line 1: ValueError('no message has the role assistant, but human, g": ["human"],
-        "line 1: ValueError('the chat template changes what comes before an": ["good", *template],
+        "row 1: ValueError('the chat template leaves out the tool calls of me": ["calls"],
+        "row 2: ValueError('nothing comes before the answer')": ["alone"],
+        "row 1: ValueError('no message has the role assistant, but human, g": ["human"],
+        "row 1: ValueError('the chat template changes what comes before an": ["good", *template],
         "0 of 20 lines have an answer within --length: the tra": ["good", "--length", 2],
         "would train in 16 bits: add lora": ["good", "--base-dtype", "bfloat16"],
     }

@@ -141,7 +141,7 @@ def test_state_that_is_not_saved_is_found_after_the_kill(checked):
     assert code == 1, output
     verdicts = [run["verdict"] for run in runs.values()]
     assert verdicts == ["", "", "the same", "reported", "differs at step 3"], "the first after it"
-    assert "a state that is in no checkpoint\nKnown causes" in output
+    assert "a state that is in no checkpoint, such as an attribute" in output
 
 
 CALL = "logits = model(images)"
@@ -263,6 +263,7 @@ def test_a_bound_is_ten_times_the_perturbed_runs_difference_up_to_the_next_step(
         assert bounds[step, "train", name] == pytest.approx(bound), (step, name)
     assert last == 3, "in step 4, ten times the loss's next difference is 2%"
     assert bounds[1, "train", "of the copy only"] == check.LIMIT
+    assert check.bounds_of(differences, 4e-3)[0][2, "train", "loss"] == 4e-3, "in 16 bits"
 
 
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():

@@ -139,7 +139,7 @@ NEW = "\n\ndef add_flags("  # where an owner's own definitions are
     [
         ("new", [], "ddp", None, "exists"),
         ("new", ["photo"], "ddp", None, "there is no example photo"),
-        ("new", [TASK, "table"], "ddp", None, "table.py: add_flags of the copy is edited"),
+        ("new", [TASK, "table"], "ddp", None, "photos and table both have add_flags"),
         ("new", ["gan"], "pipeline", None, "gan is for ddp"),
         ("add", ["best_weights", "best_weights"], "ddp", None, "best_weights.diff does not fit"),
         ("add", ["ema"], "ddp", EDITED, "ema.diff does not fit main"),

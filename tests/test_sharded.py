@@ -260,7 +260,7 @@ def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_p
         copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=text)
         for name in ("ddp", "sharded")
     ]
-    flags = [*SMALL, "--batch-size", 16]
+    flags = [*SMALL, "--global-batch-size", 64, "--batch-size", 16]
     runs = [(2, script, [*flags, "--max-steps", 3]) for script in scripts]
     ddp, sharded = train_forked(tmp_path, *runs)
     assert "third.weight" not in sharded.weights

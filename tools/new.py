@@ -189,13 +189,16 @@ def with_imports(own, name, recipe):
     return "\n".join(lines)
 
 
-def put_functions(text, name, recipe):
+def put_functions(text, name, recipe, before):
     """Return a copy with an example's functions in place of the recipe's, and what they need above
-    the first of them. Raise ValueError if one of these was edited, or replaced before."""
+    the first of them. Raise ValueError if one of these was edited, or is of an example `before`."""
     defined = load(name, recipe)[1]
     original, ours = definitions(RECIPES[recipe].read_text("utf-8")), definitions(text)
     for key in sorted(defined.keys() & names(text)[0]):
         if ours.get(key, "") not in (original.get(key), defined[key]):
+            for other in before:
+                if key in load(other, recipe)[1]:
+                    raise ValueError(f"{other} and {name} both have {key}: take one task alone")
             why = f"{key} of the copy is edited, or of another example"
             raise ValueError(f"{name}.py: {why}: put in by hand what examples/{name}.py has")
     first = next((key for key in ours if key in defined), "main")
@@ -274,13 +277,13 @@ def compose(path, name, recipe, examples, adds=False, split=False):
     own, banner, block = parts(path)
     check_names(path, own, block)
     before = own
-    for example in examples:
+    for index, example in enumerate(examples):
         if example not in EXAMPLES:
             raise ValueError(f"there is no example {example}\n{titles()}")
         recipes = description(example)[1]
         if recipe not in recipes:
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
-        own = put_functions(own, example, recipe)
+        own = put_functions(own, example, recipe, examples[:index])
         own = apply(own, source(example, "diff", recipe), example)
         own = with_imports(own, example, recipe)
     if not adds:

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ddp_cifar import RANK, exit_with_error, log_line
-from lib.json_lines import read_lines
+from lib.rows import read_lines
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
 REASONING = "reasoning_content", "reasoning", "thinking"  # its names in a message
@@ -101,7 +101,7 @@ def read_chats(path, args, form, make_samples):
     """Return `make_samples` of all lines of JSON: a list for training, and one of the last tenth of
     the lines, for the test. Lines without samples are left out. Exit with an error if a line has
     not this form, or if the chat template does not take it."""
-    lines = read_lines(path, path, form, make_samples)
+    lines = read_lines(path, form, make_samples)
     kept = [samples for samples in lines if samples]
     found = f"{path}: {len(kept)} of {len(lines)} lines have an answer within --length"
     train, test = kept[: len(kept) * 9 // 10], kept[len(kept) * 9 // 10 :]

@@ -2,6 +2,7 @@
 """Conversations with images, by the chat template of a pretrained model's processor."""
 
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -91,16 +92,10 @@ def read_image_chats(processor, args):
     """Return the samples of --chats, a list for training and one for the test, of which each line
     has the same as those of `samples_with_images`."""
 
-    def names():
-        with open(args.chats, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{args.chats}, line {number}"
-
     def samples(line):
-        return samples_with_images(processor, line, next(name), args)
+        return samples_with_images(processor, line, f"{args.chats}, row {next(number)}", args)
 
-    name = names()
+    number = count(1)
     form = '{"messages": [{"role": ..., "content": ...}, ...], "images": ["1.jpg", ...]}'
     return read_chats(args.chats, args, form, samples)
 
