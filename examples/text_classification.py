@@ -63,7 +63,10 @@ def tokenizer_and_config(args):
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = AutoConfig.from_pretrained(args.base)
-    names = sorted({label for _, label in rows_of(args.train, args)})
+    labels = {label for _, label in rows_of(args.train, args)}
+    if len({*map(type, labels)}) > 1:
+        exit_with_error(f"{args.train} has labels that are strings, and others that are integers")
+    names = sorted(labels)
     config.id2label = {index: str(name) for index, name in enumerate(names)}
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.pad_token_id = tokenizer.pad_token_id

@@ -1,11 +1,15 @@
 """Files of other programs, in each reader: what they mean is trained, or one line says why not.
 Images: test_images.py. Chats: test_chat_examples.py."""
 
+import gzip
 import io
 import json
 import math
+import os
+import random
 import struct
 import tarfile
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,10 +17,10 @@ import numpy
 import pytest
 from composed import write_wav
 from conftest import Exit, exit_by_exception
-from lazy import table, tar_shards
+from lazy import pyarrow, table, tar_shards
 from PIL import Image
 
-from lib import coco, entities, images, token_files, utterances
+from lib import coco, entities, images, rows, token_files, utterances
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +86,10 @@ def saved(array):
     return file.getvalue()
 
 
+def rows_of(path):
+    return rows.read_rows(path, ("x", rows.nonempty_text), ("y", rows.class_name))
+
+
 def read_shards(path):
     args = {"shards": path.parent.parent, "index": None, "members": ["png", "cls"], "classes": 2}
     here = SimpleNamespace(main_process_first=nullcontext, local_main_process_first=nullcontext)
@@ -96,7 +104,10 @@ READERS = {
     "csv": lambda path: table.read_columns(SimpleNamespace(table=str(path), target="y")),
     "lst": lambda path: utterances.Utterances(path, " ab"),
     "tar": read_shards,
+    "rows": lambda path: rows_of(*path.parent.glob("name.*")),
+    "pairs": lambda path: rows.texts_of(path, "x", "y", more="z"),
 }
+SEED = int(os.environ.get("SEED", 0))  # another one by hand
 TOKENS = numpy.arange(100).astype("<u2").tobytes()
 SAMPLE = "0001.png", "0001.cls"
 NESTED = b"[" * 10**6 + b"]" * 10**6
@@ -186,12 +197,43 @@ BAD = {
         (sparse_tar(), "sample a has a sparse file"),
         (b"no tar", "truncated header"),
     ],
+    "rows": [
+        ({"jsonl": b'{"x": "a", "y": [1.5]}'}, "row 1: ValueError('[1.5] is not a label"),
+        (
+            {"jsonl": b'\n{"x": "a", "y": 1}\n\n{"x": "a"}'},
+            "row 2: KeyError('y'). Each row needs x, y",
+        ),
+        ({"jsonl": b'{"x": "a", "y": " "}'}, "row 1: ValueError(\"'' is not a label"),
+        ({"jsonl": b'{"x": "a", "y": 1}\n{'}, "row 2: JSONDecodeError"),
+        ({"jsonl": b'"x"'}, "row 1: ValueError(\"'x' is no object\")"),
+        ({"json": NESTED}, "row 1: RecursionError"),
+        ({"json": b'[{"x": "a", "y": 1}, 2]'}, "row 2: ValueError('2 is no object')"),
+        ({"csv": b"x,y\n,1\n"}, "row 1: ValueError(\"'' is not a text, or an empty one\")"),
+        ({"csv": b"x,y\n"}, "has no rows"),
+        ({"csv": b""}, "has no rows"),
+        ({"csv": b"x,y\na, b,1\n"}, "row 1: ValueError('3 fields, but 2 columns: quote"),
+        ({"csv": b"x,y\na\n"}, "row 1: ValueError('1 fields, but 2 columns: quote"),
+        ({"csv": b'x,y\na,1\n"b" c,1\n'}, "row 2: Error('\\',\\' expected after"),
+        ({"csv": b'x,y\n"a,1\nb,1\n'}, "row 1: Error('unexpected end of data')"),
+        ({"csv": b"x,y,x\na,1,b\n"}, "row 1: ValueError('two columns have one name: x, y, x')"),
+        ({"tsv": b'x\ty\n"a\t1\nb"\t2\n'}, "row 1: ValueError('quotes are around a line break"),
+        ({"csv.gz": gzip.compress(b"a" * (2**26 + 1))}, "a line has more than 67108864 bytes"),
+        ({"csv.gz": gzip.compress(b"x,y\na,1\n")[:-9]}, "EOFError('Compressed file ended before"),
+        ({"csv": "x,y\na,1\né,1\n".encode("cp1252")}, "row 2: UnicodeDecodeError"),
+        ({"parquet": b"no parquet"}, "row 1: ArrowInvalid"),
+    ],
+    "pairs": [
+        (b'{"x": "a", "y": "b", "z": "c"}\n{"x": "a", "y": "b"}', 'row 2: ValueError("it has [], '),
+        (b'{"x": "a", "y": ["b"]}', "row 1: ValueError(\"['b'] is not a text, or an empty one"),
+        (b'{"x": "a", "y": "b", "answer": "reject"}', "row 1: ValueError('answer is reject, which"),
+        (None, "no such file. Name a file, a folder of save_to_disk"),
+    ],
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_file_that_cannot_be_read_as_it_was_meant_is_one_line(kind, tmp_path, monkeypatch):
-    for module in (coco, entities, images, utterances):
+    for module in (coco, entities, images, rows, utterances):
         monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
     for module in ("table", "tar_shards"):
         monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
@@ -210,3 +252,134 @@ def test_a_file_that_cannot_be_read_as_it_was_meant_is_one_line(kind, tmp_path, 
         line = str(error.value)
         assert said in line and "\n" not in line, line
         assert "name." in line or "--characters" in line or ".wav" in line or "missing" in line
+
+
+# A column beside those that are used, its value in the last row, and whether it is harmless.
+OTHERS = [("id", 7, True), ("title", 'a "b", c', True), ("answer", "accept", True)]
+OTHERS += [("answer", "Reject", False), ("status", "discarded", False), ("skip", True, False)]
+OTHERS += [("weight", 1, True), ("weight", "", True), ("weight", 0.5, False)]
+
+
+def drawn_json(drawn, content):
+    lines = [json.dumps(row, ensure_ascii=drawn.random() < 0.5) for row in content]
+    end = drawn.choice(["\n", "\r\n", "\n\n"])
+    return drawn.choice([end.join(lines), "".join(x + end for x in lines), f"[{','.join(lines)}]"])
+
+
+def drawn_columns(drawn, content, comma):
+    """Return a text of CSV or TSV, and whether it is to be read: not if fields that need quotes
+    have none. No file tells that two quotes, such as those around a whole text, are not those of
+    CSV: these are written as they should be."""
+    names = drawn.sample([*content[0]], 3)
+    fields = [["" if row[x] is None else str(row[x]) for x in names] for row in content]
+    flat = [x for row in fields for x in row]
+    is_pair = any(x[:1] == x[-1:] == '"' for x in flat)
+    is_pair |= comma == "," and "".join(flat).count('"') > 1
+    quoting = drawn.choice(["all", "needed"] + ["none"] * (not is_pair))
+    has_break = comma == "\t" and any("\n" in x for x in flat)
+    needs_quotes = any({comma, "\n"} & {*x} or x[:1] == '"' for x in flat)
+    is_read = not has_break and not (needs_quotes and quoting == "none")
+
+    def written(x):
+        needs = quoting == "all" or (quoting == "needed" and {comma, "\n", '"'} & {*x})
+        return '"' + x.replace('"', '""') + '"' if needs else x
+
+    end = drawn.choice(["\n", "\r\n"])
+    text = end.join(comma.join(map(written, row)) for row in [names, *fields])
+    return text + drawn.choice(["", end]), is_read
+
+
+def drawn_file(drawn):
+    """Return the ending of a file, its bytes, its rows, and whether it is to be read."""
+    encoding = drawn.choice(["utf-8", "utf-8-sig", "cp1252"])
+    letters = "ab é,;\t\n\"'#{[\\" + "\u2028" * (encoding != "cp1252")
+    name, value, is_read = drawn.choice(OTHERS)
+    content = []
+    for _ in range(drawn.randint(1, 4)):
+        parts = ["".join(drawn.choices(letters, k=drawn.randint(0, 3))) for _ in range(2)]
+        text = "a".join(parts).strip("\n")  # without quotes these would be blank lines
+        content.append({"x": text, "y": drawn.choice(["0", "1", "b c"]), name: None})
+    content[-1][name] = value
+    expected = [(row["x"], row["y"]) for row in content]
+    kind = drawn.choice(["jsonl", "json", "csv", "csv", "tsv", "parquet"])
+    if kind == "parquet":
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), file)
+        return kind, file.getvalue(), expected, is_read
+    if kind.startswith("json"):
+        text = drawn_json(drawn, content)
+    else:
+        text, fits = drawn_columns(drawn, content, "," if kind == "csv" else "\t")
+        is_read = is_read and fits
+    if encoding == "cp1252" and not text.isascii():
+        is_read = False
+    content = text.encode(encoding)
+    if drawn.random() < 0.2:
+        kind, content = f"{kind}.gz", gzip.compress(content)
+    return drawn.choice([kind, kind.upper()]), content, expected, is_read
+
+
+def test_the_rows_of_a_random_file_are_those_that_were_written_or_it_is_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rows, "exit_with_error", exit_by_exception)
+    drawn, counts = random.Random(SEED), Counter()
+    for number in range(500):
+        kind, content, expected, is_read = drawn_file(drawn)
+        path = tmp_path / f"{number}.{kind}"
+        path.write_bytes(content)
+        try:
+            found = rows_of(path)
+        except Exit as error:
+            found = None
+            assert path.name in str(error) and "\n" not in str(error)
+        assert found == (expected if is_read else None), content
+        counts[is_read] += 1
+    assert min(counts.values()) > 100
+
+
+def test_files_of_other_programs_are_read_as_they_are_meant(tmp_path, capsys):
+    """Endings in upper case, byte order marks, comments, members and folders that programs add."""
+    lines = "\ufeff# id 1\tde", "Rome NNP B-LOC", "# # O", "10\xa0000 CD O", "", "-DOCSTART- -X- O"
+    for ending in ("conll", "TXT", "iob"):
+        path = tmp_path / f"a.{ending}"
+        path.write_bytes("\r\n".join(lines).encode())
+        sentence = ["Rome", "#", "10\xa0000"], ["B-LOC", "O", "O"]
+        assert entities.read_tagged(str(path), None) == [sentence]
+    assert "a.iob: 1 lines are comments, such as '# id 1" in capsys.readouterr().err
+
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + of_coco({"iscrowd": 1}))
+    Image.new("L", (12, 12)).save(tmp_path / "a.png")
+    assert READERS["json"](tmp_path / "a.json")[0][1]["boxes"].tolist() == [[0, 0, 9, 9]]
+    assert "a.json: 1 of 2 boxes are crowds, or below one pixel: they" in capsys.readouterr().err
+
+    text = ",a,flag,y\n" + "0,1,true,2\n" * 150_000 + "1,0.5,false,2\n"  # with pandas' index
+    for ending, content in {
+        "CSV": text.encode(),
+        "csv.gz": gzip.compress(text.encode()),
+        "TSV": text.replace(",", "\t").encode(),
+    }.items():
+        (tmp_path / f"a.{ending}").write_bytes(content)
+        names, values = READERS["csv"](tmp_path / f"a.{ending}")
+        assert names == ["a", "flag", "y"] and values[-2:].tolist() == [[1, 1, 2], [0.5, 0, 2]]
+
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        names = "./._1.PNG", "./1.PNG", "./._1.cls", "./1.cls", "./1.json", "./README", "./2.png"
+        (tmp_path / part / "0.tar").write_bytes(tar(*names, "./2.cls"))
+    for samples in READERS["tar"](tmp_path / "train/0.tar"):
+        assert [label for _, label in samples] == [1, 1]
+
+    samples = numpy.arange(320).reshape(160, 2)
+    write_wav(tmp_path / "a.wav", samples)
+    content = (tmp_path / "a.wav").read_bytes()
+    # WAVE_EXTENSIBLE: format 0xFFFE, 22 bytes more, of which the format 1 begins a GUID.
+    guid = bytes.fromhex("0100000000001000800000aa00389b71")
+    more = struct.pack("<HHI", 22, 16, 3) + guid
+    form = struct.pack("<IH", 40, 0xFFFE) + content[22:36] + more
+    (tmp_path / "b.wav").write_bytes(content[:16] + form + content[36:])
+    (tmp_path / "a.tsv").write_bytes("\ufeffa.wav\ta\u2028b\r\n\r\nb.wav\ta".encode())
+    rows = utterances.read_list(tmp_path / "a.tsv")
+    assert [row[1:] for row in rows] == [("a\u2028b", 160), ("a", 160)]
+    for file, *_ in rows:
+        assert utterances.read_wav(file).tolist() == (samples.mean(1) / 2**15).tolist()
