@@ -3,7 +3,8 @@
 """Train ResNet-18 on photos in folders, of which some classes are rare.
 
     python tools/toy.py rare
-    torchrun --standalone --nproc_per_node 2 mine.py --photos toy/rare --batch-size 16 --epochs 4
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --photos toy/rare \\
+        --batch-size 16 --epochs 4
 
 One of the two toy classes is rare. `--balance drawing` draws a class as often as any other: in an
 epoch a rare photo comes several times, in other crops. `--balance loss` draws each photo once, and

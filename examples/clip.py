@@ -3,12 +3,13 @@
 """Train CLIP to match images and captions (Radford et al. 2021, arXiv:2103.00020).
 
     python tools/toy.py captions
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/clip \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/clip \\
         --captions toy/captions/captions.jsonl --epochs 9 --batch-size 32 --lr 1e-3
 
 With a model of the Hub and your own captions.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base openai/clip-vit-base-patch32
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base openai/clip-vit-base-patch32
 
 The toy model has random weights: --lr is higher for it. An image's path is relative to the folder
 of --captions. Every tenth line, but at most 5,000 of them, is in the test set. A training image is
@@ -41,7 +42,7 @@ from lib.captions import Captioned, pad_captions, tokenizer_of
 from lib.fine_tuning import make_optimizer
 from lib.images import exit_if_missing
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
-from lib.rows import texts_of
+from lib.rows import read_texts
 
 
 def add_flags(parser):
@@ -57,7 +58,7 @@ def load_data(args, accelerator):
     config = CLIPConfig.from_pretrained(args.base)
     size, bicubic = config.vision_config.image_size, InterpolationMode.BICUBIC
     common = Path(args.captions).parent, tokenizer_of(args, config.text_config)
-    rows = texts_of(args.captions, "image", "caption")
+    rows = read_texts(args.captions, "image", "caption")
     every = max(10, len(rows) // 5000)  # test images are compared with all test captions
     train = [row for index, row in enumerate(rows) if index % every]
     exit_if_missing([common[0] / name for name, _ in rows], f"--captions {args.captions}")

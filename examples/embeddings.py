@@ -3,12 +3,13 @@
 """Train embeddings of texts for search, on pairs such as a question and its answer.
 
     python tools/toy.py pairs
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert --pairs toy/pairs.jsonl \\
-        --epochs 5 --batch-size 64 --lr 3e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
+        --pairs toy/pairs.jsonl --epochs 5 --batch-size 64 --lr 3e-3
 
 With a model of the Hub and your own pairs.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base distilbert/distilbert-base-uncased
 
 The toy model has random weights: --lr is higher for it. The names in a line are those of
 sentence-transformers: "anchor", "positive", and perhaps "negative", one text or several
@@ -41,7 +42,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from lib.fine_tuning import make_optimizer
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
 from lib.pooling import pooled, pooling_of, save_pooling
-from lib.rows import texts_of
+from lib.rows import read_texts
 
 
 def add_flags(parser):
@@ -55,7 +56,7 @@ def add_flags(parser):
 def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of (B, longest) int64 each for B anchors, their
     positives, and their negatives if there are any: tokens, and -100 behind the shorter texts."""
-    pairs = texts_of(args.pairs, "anchor", "positive", more="negative")
+    pairs = read_texts(args.pairs, "anchor", "positive", more="negative")
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # for sentence-transformers
     if accelerator.is_main_process:

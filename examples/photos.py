@@ -3,7 +3,8 @@
 """Train ResNet-18 on photos in folders: photos/train/CLASS/*.png and photos/test/CLASS/*.png.
 
     python tools/toy.py photos
-    torchrun --standalone --nproc_per_node 2 mine.py --photos toy/photos --batch-size 16 --epochs 4
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --photos toy/photos \\
+        --batch-size 16 --epochs 4
 
 The toy photos are stripes. For your own photos, name the folders of classes as you like, .jpg is
 read as well, and choose --size and the random transforms. To begin from pretrained weights, save

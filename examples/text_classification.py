@@ -3,13 +3,14 @@
 """Classify texts: fine-tune a model of the Hugging Face Hub, or of a directory, on labelled lines.
 
     python tools/toy.py labels
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
         --train toy/labels/train.jsonl --test toy/labels/test.jsonl --epochs 4 --batch-size 16 \\
         --lr 1e-3
 
 With a model of the Hub and your own train.jsonl and test.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base distilbert/distilbert-base-uncased
 
 The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV or
 Parquet; --text and --label are their columns. Labels are strings or integers. Each batch is padded

@@ -3,12 +3,13 @@
 """Fine-tune Stable Diffusion on images with captions; with lora, an adapter for diffusers.
 
     python tools/toy.py painter
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/painter --images toy/captions \\
-        --size 32 --prompt "a red ellipse on blue" --epochs 3 --batch-size 16 --lr 1e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/painter \\
+        --images toy/captions --size 32 --prompt "a red ellipse on blue" --epochs 3 \\
+        --batch-size 16 --lr 1e-3
 
 With a model of the Hub and your own folder of images:
 
-    torchrun --standalone --nproc_per_node 2 mine.py \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
         --base stable-diffusion-v1-5/stable-diffusion-v1-5
 
 The toy model has random weights: --lr is higher for it; with lora 1e-4 is usual. Each line of
@@ -37,7 +38,7 @@ from torch.utils.data import DataLoader, Subset
 from ddp_cifar import exit_with_error
 from diffusion import make_optimizer
 from lib.latents import Noisy, encoded_once, save_samples
-from lib.rows import texts_of
+from lib.rows import read_texts
 
 
 def add_flags(parser):
@@ -54,7 +55,7 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of what `Noisy` returns."""
     if args.size % 8:
         exit_with_error("argument --size: choose a multiple of 8")
-    rows = texts_of(Path(args.images, "metadata.jsonl"), "file_name", "text")
+    rows = read_texts(Path(args.images, "metadata.jsonl"), "file_name", "text")
     scheduler = DDPMScheduler.from_pretrained(args.base, subfolder="scheduler")
     samples = Noisy(encoded_once(rows, args, accelerator), scheduler)
     train_set = Subset(samples, [index for index in range(len(rows)) if index % 10])

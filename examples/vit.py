@@ -3,8 +3,8 @@
 """Fine-tune a ViT on photos in folders: photos/train/CLASS/*.png and photos/test/CLASS/*.png.
 
     python tools/toy.py photos
-    torchrun --standalone --nproc_per_node 2 mine.py --photos toy/photos --size 32 --patch 8 \\
-        --width 64 --batch-size 16 --lr 1e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --photos toy/photos \\
+        --size 32 --patch 8 --width 64 --batch-size 16 --lr 1e-3
 
 The commands train a small ViT on stripes, from random weights. To fine-tune, save pretrained
 weights once, and name the file by --weights, with no other size:

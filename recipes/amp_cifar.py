@@ -6,7 +6,7 @@
 """Mixed precision: ddp_cifar.py in bf16, or in fp16 with dynamic loss scaling.
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/amp_cifar.py
-    torchrun --standalone --nproc_per_node 2 recipes/amp_cifar.py --precision fp16 --clip-norm 1
+    python recipes/amp_cifar.py --precision fp16 --clip-norm 1
 
 Weights, optimizer and loss stay in fp32. Autocast computes convolutions and matrix products in bf16
 or, with a scaled loss, fp16 (Micikevicius et al. 2018, arXiv:1710.03740).

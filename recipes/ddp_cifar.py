@@ -7,7 +7,7 @@
 
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/ddp_cifar.py
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/ddp_cifar.py --epochs 100
-    torchrun --standalone --nproc_per_node 2 recipes/ddp_cifar.py --data synthetic
+    python recipes/ddp_cifar.py --data synthetic
 
 Every process holds the whole model, takes its share of each global batch, and averages its
 gradients with the others'. Rerunning the command resumes an interrupted run.

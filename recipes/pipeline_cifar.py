@@ -5,8 +5,8 @@
 # ///
 """Train ResNet-50 on CIFAR-10 cut in two stages: each pair of processes is one pipeline.
 
-    accelerate launch --config_file accelerate_configs/2gpu.yaml recipes/pipeline_cifar.py
-    torchrun --standalone --nproc_per_node 4 recipes/pipeline_cifar.py --schedule 1f1b
+    accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/pipeline_cifar.py \\
+        --schedule 1f1b
 
 For a model that does not fit on one GPU: each process holds one stage. A batch (--batch-size is per
 pipeline) passes through the stages in M chunks, so that both have work. The pipeline fills and

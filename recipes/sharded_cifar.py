@@ -5,8 +5,8 @@
 # ///
 """Fully sharded data parallelism: the model sharded over all processes (FSDP2).
 
-    accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/sharded_cifar.py
-    torchrun --standalone --nproc_per_node 8 recipes/sharded_cifar.py --replicas 2 --precision bf16
+    accelerate launch --config_file accelerate_configs/8gpu.yaml recipes/sharded_cifar.py \\
+        --replicas 2 --precision bf16
 
 For a model that does not fit on one GPU: each of N processes keeps 1/N of the parameters, gradients
 and optimizer state. A block's parameters are gathered for its forward and its backward pass, then

@@ -39,7 +39,7 @@ FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e
 
 
 def written(path, recipe, chosen):
-    """Write a copy that compares few rows at a time, with definitions of programs/copies."""
+    """Write a copy that compares few rows at a time, with definitions of programs/overrides."""
     replaced = [("ROWS = 1024", "ROWS = 5")]
     if "build_model" in chosen:
         replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
@@ -277,7 +277,7 @@ def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
         content = content if isinstance(content, bytes) else content.encode()
         (tmp_path / "pairs.jsonl").write_bytes(content)
     with pytest.raises(Exit) as error:
-        rows.texts_of("pairs.jsonl", "anchor", "positive", more="negative")
+        rows.read_texts("pairs.jsonl", "anchor", "positive", more="negative")
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
@@ -287,7 +287,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_error(tmp_path):
         '\ufeff{"anchor": "a", "positive": "b"}\n\n'
         '{"anchor": "c", "positive": "d", "negative": null}\n\n'
     )
-    found = rows.texts_of(path, "anchor", "positive", more="negative")
+    found = rows.read_texts(path, "anchor", "positive", more="negative")
     assert found == [("a", "b"), ("c", "d")]
 
 

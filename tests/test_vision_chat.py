@@ -93,7 +93,7 @@ def processor(args):
 
 def items(processor, args, chats=CHATS):
     lines = [{"messages": messages} for messages in chats]
-    rows = [lib.image_chat.samples_with_images(processor, x, "a row", args) for x in lines]
+    rows = [lib.image_chat.samples_with_images(processor, x, args.chats, 1, args) for x in lines]
     return [*lib.image_chat.ImageChats([sample for row in rows for sample in row])]
 
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from recipe import (
+from shared_block import (
     COPIES,
     IMPORTS,
     INFRASTRUCTURE,
@@ -49,7 +49,7 @@ from recipe import (
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
 GROUPS = ("vision", "language", "speech", "tables", "additions")
-TRAIN = "torchrun --standalone --nproc_per_node 2 mine.py"  # of an example with a task
+TRAIN = "accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py"  # of a task
 MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
 FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
 
@@ -142,8 +142,6 @@ def parents(text):
 
 def adapted(paragraph, file_name):
     """Return a paragraph of a recipe or an example with the name of the copy."""
-    launch = r"accelerate launch --config_file \S+/(\d)gpu.yaml"
-    paragraph = re.sub(launch, r"torchrun --standalone --nproc_per_node \1", paragraph)
     return re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", lambda _: file_name, paragraph)
 
 
@@ -283,7 +281,7 @@ def compose(path, name, recipe, examples, adds=False, split=False):
         recipes = description(example)[1]
         if recipe not in recipes:
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
-        own = put_functions(own, example, recipe, examples[:index])
+        own = put_functions(own, example, recipe, tuple(examples[:index]))
         own = apply(own, source(example, "diff", recipe), example)
         own = with_imports(own, example, recipe)
     if not adds:

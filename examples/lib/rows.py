@@ -74,13 +74,13 @@ class Stored(NamedTuple):
     def __str__(self):
         return f"{self.source}, row {self.index + 1}"
 
-    def open(self):
-        """Return an open file. Raise OSError if there is none."""
+    def file(self):
+        """Return an open file, or the path of one. Raise OSError if there is none."""
         value = dataset_of(self.source)[self.index][self.column]
         value = value if self.place is None else value[self.place]
         if value is None:
             raise OSError(f"{self.column} is missing")
-        return io.BytesIO(value["bytes"]) if value["bytes"] else open(value["path"], "rb")
+        return io.BytesIO(value["bytes"]) if value["bytes"] else value["path"]
 
 
 def dataset_rows(source):
@@ -213,7 +213,17 @@ def read_rows(source, *columns):
     return read_lines(source, ", ".join(name for name, _ in columns), values)
 
 
-def texts_of(source, *names, more=None):
+def divided(read, source, test):
+    """Return what `read` makes of two sources: lists for training and for the test. Without a
+    `test` that is the last tenth."""
+    rows = read(source)
+    if test:
+        return rows, read(test)
+    count = len(rows) * 9 // 10
+    return rows[:count], rows[count:]
+
+
+def read_texts(source, *names, more=None):
     """Return a tuple of the texts with these names for each row, and of those whose name begins
     with `more`. Exit with an error unless all rows have them."""
     in_first_row = []
