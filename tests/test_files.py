@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import struct
 import tarfile
 from collections import Counter
@@ -15,12 +16,13 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 from composed import write_wav
 from conftest import Exit, exit_by_exception
-from lazy import pyarrow, table, tar_shards
+from lazy import detection, lib, pyarrow, table, tar_shards, tokens
 from PIL import Image
 
-from lib import coco, entities, images, rows, token_files, utterances
+from lib import coco, entities, images, rows, utterances
 
 pytestmark = pytest.mark.slow
 
@@ -34,29 +36,17 @@ def of_coco(box=None, **changed):
     return json.dumps({**content, **changed}).encode()
 
 
-def tar(*names):
-    """A tar file with these members: images, and classes 1."""
+def tar(*names, of_class=b"1", **headers):
+    """A tar file with these members: images and classes."""
     image, file = io.BytesIO(), io.BytesIO()
     Image.new("L", (12, 12)).save(image, "png")
     with tarfile.open(fileobj=file, mode="w") as archive:
         for name in names:
             info = tarfile.TarInfo(name)
-            content = b"1" if name.lower().endswith("cls") else image.getvalue()
-            info.size = len(content)
+            content = of_class if name.lower().endswith("cls") else image.getvalue()
+            info.size, info.pax_headers = len(content), headers
             archive.addfile(info, io.BytesIO(content))
     return file.getvalue()
-
-
-def sparse_tar():
-    """A member of 8 GB, by GNU's old format, of which the file has nothing."""
-    info = tarfile.TarInfo("a.png")
-    info.type = tarfile.GNUTYPE_SPARSE
-    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    block[386:410] = b"%011o\0%011o\0" % (2**33 - 1, 0)
-    block[483:495] = b"%011o\0" % (2**33 - 1)
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block) + tar("a.cls")
 
 
 def write_sounds(folder):
@@ -80,10 +70,9 @@ def index(code, lengths, magic=b"MMIDIDX\0\0"):
     return content + lengths.tobytes() + bytes(8 * (2 * len(lengths) + 1))
 
 
-def saved(array):
-    file = io.BytesIO()
-    numpy.save(file, array)
-    return file.getvalue()
+def two_files(path):
+    files = {name: [path.parent, path.with_suffix(f".{name}")] for name in ("json", "other")}
+    return SimpleNamespace(train=files["json"], test=files["other"], classes=3, batch_size=1)
 
 
 def rows_of(path):
@@ -91,6 +80,7 @@ def rows_of(path):
 
 
 def read_shards(path):
+    shutil.copytree(path.parent, path.parent.parent / "test")
     args = {"shards": path.parent.parent, "index": None, "members": ["png", "cls"], "classes": 2}
     here = SimpleNamespace(main_process_first=nullcontext, local_main_process_first=nullcontext)
     args = SimpleNamespace(**args, seed=0, buffer=9, batch_size=1)
@@ -98,46 +88,52 @@ def read_shards(path):
 
 
 READERS = {
-    "json": lambda path: coco.Objects(path.parent, path, 3),
-    "bin": lambda path: token_files.Windows(path, 8, 50304),
+    "json": lambda path: coco.Objects(path.parent, path, 3)[0],
+    "names": lambda path: detection.load_data(two_files(path), None),
+    "bin": lambda path: [*tokens.read_windows([path], SimpleNamespace(length=8, vocabulary=50304))],
     "conll": lambda path: entities.read_tagged(str(path), None),
     "csv": lambda path: table.read_columns(SimpleNamespace(table=str(path), target="y")),
     "lst": lambda path: utterances.Utterances(path, " ab"),
     "tar": read_shards,
     "rows": lambda path: rows_of(*path.parent.glob("name.*")),
-    "pairs": lambda path: rows.texts_of(path, "x", "y", more="z"),
+    "pairs": lambda path: rows.read_texts(path, "x", "y", more="z"),
 }
 SEED = int(os.environ.get("SEED", 0))  # another one by hand
 TOKENS = numpy.arange(100).astype("<u2").tobytes()
 SAMPLE = "0001.png", "0001.cls"
+SPARSE = {"GNU.sparse.size": f"{2**33}", "GNU.sparse.map": "0,1"}  # 8 GB, of which 1 byte is there
 NESTED = b"[" * 10**6 + b"]" * 10**6
 BAD = {
     "json": [
-        (of_coco(images=None), "is not in COCO's format: TypeError"),
         (of_coco(images=[]), "no image has the id 1"),
         (of_coco(images=[], annotations=[]), "has no images"),
-        (of_coco(categories=[]), "is not in COCO's format: ValueError"),
         (of_coco(categories=[{"id": 1}, {"id": 9}]), "category 9: choose --classes 10 or more"),
-        (of_coco(categories=[{"id": "1"}]), "the id '1' is not a number from 0 on"),
-        (of_coco(images=[{"id": "1"}]), "the id '1' is not a number from 0 on"),
-        (of_coco(images=[{"id": 1}, {"id": 1}]), "have one id"),
-        (of_coco(categories=[{"id": 1}, {"id": 1}]), "have one id"),
-        (of_coco({"category_id": 3}), "annotation 2: ValueError('no category has the id 3')"),
-        (of_coco({"category_id": -5}), "annotation 2: ValueError('no category has the id -5')"),
-        (of_coco({"category_id": 1.7}), "annotation 2: ValueError('no category has the id 1.7')"),
-        (of_coco({"image_id": 2}), "annotation 2: ValueError('no image has the id 2')"),
-        (of_coco({"bbox": []}), "annotation 2: IndexError"),
-        (of_coco({"bbox": [None, 1, 2, 3]}), "annotation 2: TypeError"),
-        (of_coco({"bbox": ["1", "2", "3", "4"]}), "annotation 2: TypeError"),
-        (of_coco({"bbox": [math.nan, 1, 2, 3]}), "annotation 2: ValueError"),
-        (of_coco({"bbox": [1, 1, -2, 3]}), "annotation 2: ValueError"),
-        (of_coco({"bbox": [-9, 1, 2, 3]}), "annotation 2: ValueError"),
+        (of_coco(categories=[]), "COCO's format: ValueError"),
+        *[(of_coco(categories=[{"id": x}]), "COCO's format: ") for x in (None, "1", -1, 1.7, [])],
+        *[(of_coco(images=[{"id": x}]), "COCO's format: ") for x in (None, "1", -1, 1.7, [])],
+        *[(of_coco(**{name: 2 * [{"id": 1}]}), "have one id") for name in ("images", "categories")],
+        *[(of_coco({"category_id": x}), "annotation 2: ") for x in (None, "1", -5, 1.7, 3, [])],
+        *[(of_coco({"image_id": x}), "in annotation 2: ") for x in (None, "1", 1.7, 2, [])],
+        *[(of_coco({"bbox": [x, 1, 2, 3]}), "annotation 2: ") for x in (None, "1", math.nan, -9)],
+        *[(of_coco({"bbox": x}), "annotation 2: ") for x in (None, [], [1, 1, -2, 3], [1, 1, 2])],
         (of_coco(annotations=[]), "has no object: 0 of 0 boxes"),
         (of_coco(images=[{"id": 1, "file_name": "b.png"}]), "b.png is missing (1 files in all)"),
+        (of_coco(images=[{"id": 1, "file_name": "a.png", "width": 8}]), "by its JSON (8, 12)"),
+        (None, "No such file"),
         (b"{", "is not in COCO's format: JSONDecodeError"),
         (NESTED, "is not in COCO's format: RecursionError"),
     ],
+    "names": [
+        (
+            {"json": of_coco(), "other": of_coco(categories=[{"id": 1, "name": "b"}])},
+            "name.other have other categories",
+        ),
+    ],
     "bin": [
+        (
+            TOKENS[:80] + b"\xff\xff" + TOKENS,
+            "token 40 is 65535, outside of the 50304",
+        ),
         (TOKENS[:-1], "has 199 bytes, not a multiple of 2"),
         (header(20240520, 100) + TOKENS[:150], "has 150 bytes, not 100 tokens of 2"),
         (header(20240522, 1) + TOKENS, "has the magic number 20240522, none of 20240520"),
@@ -147,7 +143,7 @@ BAD = {
         ({"": TOKENS, "idx": index(8, [100])[:36]}, "mmap length is greater"),
         (b"", "cannot mmap an empty file"),
         (TOKENS[:16], "has less than --length + 1 tokens"),
-        (saved(numpy.arange(100, dtype="<u2")), "is of numpy.save"),
+        (b"\x93NUMPY" + TOKENS, "is of numpy.save"),
         (numpy.arange(1, 100, dtype="<u4").tobytes(), "every second number of 16 bits is 0"),
         (numpy.arange(1, 100, dtype="<i8").tobytes(), "every second number of 16 bits is 0"),
         (numpy.arange(1, 100, dtype=">u4").tobytes(), "every second number of 16 bits is 0"),
@@ -178,6 +174,7 @@ BAD = {
         (b"good.wav ab", "line 2: 'good.wav ab'. Each line needs a path, a tab and a text"),
         (b"good.wav\tab\t1.0", "line 2: 'good.wav\\tab\\t1.0'. Each line needs"),
         ("good.wav\té".encode("cp1252"), "codec can't decode byte 0xe9"),
+        (b"nothing.wav\tab", "No such file"),
         (b"good.wav\ta!b?", "argument --characters"),
         (b"rate.wav\tab", "rate.wav is not a wav file of 16 bits and 16000 Hz: int16, 8000 Hz"),
         (b"width.wav\tab", "width.wav is not a wav file of 16 bits and 16000 Hz: int32, 16000 Hz"),
@@ -194,7 +191,9 @@ BAD = {
         (tar(*SAMPLE)[:1600], "unexpected end of data"),
         (tar(*SAMPLE)[:2048], "it was cut off, or joined with another one, behind sample 0001"),
         (tar(*SAMPLE) + tar("0002.png", "0002.cls"), "joined with another one, behind sample 0001"),
-        (sparse_tar(), "sample a has a sparse file"),
+        (tar(*SAMPLE, **SPARSE), "sample 0001 has a sparse file"),
+        (tar(*SAMPLE, of_class=b"2"), "sample 0001: class 2 is not below --classes, 2"),
+        (tar(*SAMPLE, of_class=b"x"), "sample 0001: invalid literal for int()"),
         (b"no tar", "truncated header"),
     ],
     "rows": [
@@ -235,7 +234,7 @@ BAD = {
 def test_a_file_that_cannot_be_read_as_it_was_meant_is_one_line(kind, tmp_path, monkeypatch):
     for module in (coco, entities, images, rows, utterances):
         monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
-    for module in ("table", "tar_shards"):
+    for module in ("detection", "table", "tar_shards", "tokens"):
         monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
     for number, (content, said) in enumerate(BAD[kind]):
         folder = tmp_path / str(number) / "train"
@@ -251,7 +250,7 @@ def test_a_file_that_cannot_be_read_as_it_was_meant_is_one_line(kind, tmp_path, 
             READERS[kind](folder / f"name.{kind}")
         line = str(error.value)
         assert said in line and "\n" not in line, line
-        assert "name." in line or "--characters" in line or ".wav" in line or "missing" in line
+        assert "name." in line or ".wav" in line or "a.png" in line or "b.png" in line
 
 
 # A column beside those that are used, its value in the last row, and whether it is harmless.
@@ -350,7 +349,7 @@ def test_files_of_other_programs_are_read_as_they_are_meant(tmp_path, capsys):
 
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + of_coco({"iscrowd": 1}))
     Image.new("L", (12, 12)).save(tmp_path / "a.png")
-    assert READERS["json"](tmp_path / "a.json")[0][1]["boxes"].tolist() == [[0, 0, 9, 9]]
+    assert READERS["json"](tmp_path / "a.json")[1]["boxes"].tolist() == [[0, 0, 9, 9]]
     assert "a.json: 1 of 2 boxes are crowds, or below one pixel: they" in capsys.readouterr().err
 
     text = ",a,flag,y\n" + "0,1,true,2\n" * 150_000 + "1,0.5,false,2\n"  # with pandas' index
@@ -363,12 +362,17 @@ def test_files_of_other_programs_are_read_as_they_are_meant(tmp_path, capsys):
         names, values = READERS["csv"](tmp_path / f"a.{ending}")
         assert names == ["a", "flag", "y"] and values[-2:].tolist() == [[1, 1, 2], [0.5, 0, 2]]
 
-    for part in ("train", "test"):
-        (tmp_path / part).mkdir()
-        names = "./._1.PNG", "./1.PNG", "./._1.cls", "./1.cls", "./1.json", "./README", "./2.png"
-        (tmp_path / part / "0.tar").write_bytes(tar(*names, "./2.cls"))
+    (tmp_path / "train").mkdir()
+    names = "./._1.PNG", "./1.PNG", "./._1.cls", "./1.cls", "./1.json", "./README", "./2.png"
+    (tmp_path / "train/0.tar").write_bytes(tar(*names, "./2.cls"))
     for samples in READERS["tar"](tmp_path / "train/0.tar"):
         assert [label for _, label in samples] == [1, 1]
+    samples = lib.tar_samples.TarSamples([tmp_path / "test/0.tar"], torch.tensor([[0, 0, 9999]]), 0)
+    with pytest.raises(OSError, match=r"0\.tar is not as indexed: delete the index"):
+        samples[0]
+
+    (tmp_path / "a.jsonl").write_text('{"x": "a", "y": "b", "z": null}\n{"x": "a", "y": "b"}')
+    assert READERS["pairs"](tmp_path / "a.jsonl") == 2 * [("a", "b")]
 
     samples = numpy.arange(320).reshape(160, 2)
     write_wav(tmp_path / "a.wav", samples)
