@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 9aafd0751173: identical in all recipes, edit only above it
+# ================= shared infrastructure 0bf5a3ab410a: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -808,12 +808,13 @@ def make_reproducible(loaders, args):
         batches = loader.batch_sampler
         is_standard = type(batches) is torch.utils.data.BatchSampler
         is_standard = is_standard and type(batches.sampler) in samplers[: 1 + is_training]
-        size = args.batch_size if is_training else loader.batch_size
+        has_size = loader.batch_size == args.batch_size or not is_training
         needs = {
             "a map-style Dataset, and no sampler: see examples/lib/order.py": is_standard,
             f"drop_last={is_training}": is_standard and batches.drop_last == is_training,
-            f"batch_size=args.batch_size ({size})": loader.batch_size == size,
-            "samples": is_training or len(loader.dataset),  # `prepare_data` counts the other's
+            f"batch_size=args.batch_size ({args.batch_size})": has_size,
+            # `prepare_data` counts those for training. A stream has no length.
+            "samples": is_training or (is_standard and len(loader.dataset)),
         }
         if broken := [need for need, is_met in needs.items() if not is_met]:
             which = "training" if is_training else "test"
@@ -1060,7 +1061,7 @@ class Watcher:
         self.run = run
         self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
         self.names = utils.gather_object([RANK_AND_HOST])
-        self.progress = 0  # steps and batches
+        self.steps = 0  # and batches of an evaluation
         self.received = 0  # the first signal
         self.sent = torch.zeros(1, dtype=torch.int64)  # rank 0's signal
         self.pending = None
@@ -1087,7 +1088,7 @@ class Watcher:
     def agreed_signal(self):
         """Count a step. Return the signal on which all ranks stop, or 0: that which rank 0 found in
         the call before, so that the broadcast overlaps a step."""
-        self.progress += 1
+        self.steps += 1
         if self.pending:
             self.pending.wait()
         result = self.sent.item()
@@ -1103,18 +1104,17 @@ class Watcher:
         tick = min(1.0, self.timeout / 20)
         idle = 0.0  # counted, not by a clock: a run may be suspended
         while idle < self.timeout:
-            before = self.progress
+            before = self.steps
             if signalled := signal.sigtimedwait(self.signals, tick):
                 self.note_signal(signalled.si_signo)
             if LAUNCHED and os.getppid() != LAUNCHER:
                 self.note_signal(signal.SIGTERM)
-            stalls = self.progress == before and not self.run.is_paused
+            stalls = self.steps == before and not self.run.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.report(sys._current_frames()[threading.main_thread().ident])
             self.run.store.wait(["identified"])
-        time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
     def report(self, frame):
@@ -1133,7 +1133,7 @@ class Watcher:
         waits = waits or frame.f_code in waiting
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
-        self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
+        self.run.store.set(RANK_AND_HOST, json.dumps([self.steps, waits, place]))
         if self.run.store.add("reports", 1) == 1:
             self.identify()
 

@@ -54,7 +54,7 @@ def check_depth(image, name):
 
 def exit_if_missing(paths, named):
     """Exit with an error if a file is missing: a training would find it after hours."""
-    if missing := [path for path in paths if not path.exists()]:
+    if missing := [x for x in paths if isinstance(x, Path) and not x.exists()]:
         exit_with_error(f"{named}: {missing[0]} is missing ({len(missing)} files in all)")
 
 
