@@ -145,8 +145,8 @@ def test_an_adapter_has_the_new_head_of_a_classifier(runs, labelled):
 def test_labels_of_two_types_and_those_that_training_does_not_have_are_an_error(
     data, tmp_path, monkeypatch
 ):
-    for module in (entities, rows, text_classification):
-        monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
+    for module in ("lib.entities", "lib.rows", "text_classification"):
+        monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 3}')
     args = SimpleNamespace(text="text", label="label", train="train.jsonl")
     config = SimpleNamespace(label2id={"1": 0, "2": 1})
