@@ -7,16 +7,18 @@
         --train toy/labels/train.jsonl --test toy/labels/test.jsonl --epochs 4 --batch-size 16 \\
         --lr 1e-3
 
-With a model of the Hub and your own train.jsonl and test.jsonl:
+With a model and a dataset of the Hub, or your own train.jsonl and test.jsonl:
 
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
-        --base distilbert/distilbert-base-uncased
+        --base distilbert/distilbert-base-uncased --train stanfordnlp/imdb:train \\
+        --test stanfordnlp/imdb:test
 
-The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV or
-Parquet; --text and --label are their columns. Labels are strings or integers. Each batch is padded
-to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the test set or in
-its predictions. Tokenizer and config.json, with the names of the classes, are in the output
-directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the model.
+The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV,
+Parquet or datasets; --text and --label are their columns. Labels are strings or integers. Each
+batch is padded to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the
+test set or in its predictions. Tokenizer and config.json, with the names of the classes, are in the
+output directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the
+model.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -30,15 +32,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ddp_cifar import exit_with_error
 from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
-from lib.rows import class_name, nonempty_text, read_rows
+from lib.rows import class_name, class_names, nonempty_text, read_rows
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.jsonl", help="a file: JSON lines, .csv, .parquet (train.jsonl)")
-    add("--test", default="test.jsonl", help="a file of the same kind (test.jsonl)")
+    add("--train", default="train.jsonl", help="a file, or a dataset (train.jsonl)")
+    add("--test", default="test.jsonl", help="a file, or a dataset (test.jsonl)")
     add("--text", default="text", help="the column of texts (text)")
     add("--label", default="label", help="the column of labels (label)")
     add("--length", type=int, default=512, help="tokens of a text at most (512)")
@@ -64,8 +66,8 @@ def tokenizer_and_config(args):
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = AutoConfig.from_pretrained(args.base)
-    names = sorted({label for _, label in rows_of(args.train, args)})
-    config.id2label = {index: str(name) for index, name in enumerate(names)}
+    labels = [label for _, label in rows_of(args.train, args)]
+    config.id2label = dict(enumerate(class_names(args.train, labels)))
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, config
