@@ -46,7 +46,9 @@ class Captioned(Dataset):
 
     def __getitem__(self, index):
         name, caption = self.rows[index]
-        image = read_image(Path(self.folder, name))
+        return self.sample(read_image(Path(self.folder, name)), caption)
+
+    def sample(self, image, caption):
         return self.transform(image), torch.tensor(self.tokenize(caption)["input_ids"])
 
 
