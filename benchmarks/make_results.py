@@ -4,7 +4,7 @@
     python benchmarks/make_results.py
     python benchmarks/make_results.py --publish runs/bench/cpu-x2.json  # what bench.py has measured
 
-It makes accuracy.md from the summaries in accuracy/ (one row per command), long.svg from the
+It makes accuracy.md from the summaries in accuracy.jsonl (one row per command), long.svg from the
 metrics of one of those runs, and screen.svg from the lines of a terminal. --pictures records these
 again, and draws docs/pictures/check.svg. On the pages, FILE's text stands between `<!-- FILE -->`
 and `<!-- end -->`.
@@ -59,12 +59,10 @@ def launch_line(summary):
     return line + " --compile" * summary.get("compile", False)
 
 
-def accuracy_table(directory):
-    """Return the table (Markdown) of the summaries in a directory: test accuracy by command, over
-    the seeds."""
+def accuracy_table():
+    """Return the table (Markdown) of accuracy.jsonl: test accuracy by command, over the seeds."""
     runs = {}
-    for path in sorted(directory.glob("*.json")):
-        summary = json.loads(path.read_text())
+    for summary in map(json.loads, (RESULTS / "accuracy.jsonl").read_text().splitlines()):
         order = [summary[name] for name in ("epochs", "recipe", "global_batch_size", "lr")]
         runs.setdefault((*order, launch_line(summary)), []).append(summary)
     lines = [f"| test accuracy | seeds | `{LAUNCH}`... |", "| ---: | --- | --- |"]
@@ -160,7 +158,7 @@ def main():
         sys.argv = sys.argv[:1]
         (RESULTS / "memory.md").write_text(memory_page())
         (RESULTS / "chats.md").write_text("\n".join(memory.lines_of_chat()) + "\n")
-    (RESULTS / "accuracy.md").write_text(accuracy_table(RESULTS / "accuracy"))
+    (RESULTS / "accuracy.md").write_text(accuracy_table())
     curve = plot.draw({"resnet20.py, seed 0": plot.read(RESULTS / "long")})
     curve.savefig(RESULTS / "long.svg", metadata={"Date": None})
     if args.pictures:

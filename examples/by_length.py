@@ -3,7 +3,8 @@
 """Train a small Llama on the lines of a text file, in batches of lines of similar lengths.
 
     python tools/toy.py text
-    torchrun --standalone --nproc_per_node 2 mine.py --text toy/text.txt --batch-size 64 --epochs 1
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --text toy/text.txt \\
+        --batch-size 64 --epochs 1
 
 The bytes of a line are its tokens, at most --length + 1 of them. The first tenth of the lines is
 the test set. The order puts lines of similar lengths into the same global batch: so little of a

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a network without labels on two views of each image (SimCLR, Chen et al. 2020).
 
-    torchrun --standalone --nproc_per_node 2 mine.py --data synthetic --batch-size 32 --epochs 1
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data synthetic \\
+        --batch-size 32 --epochs 1
 
 The paper is arXiv:2002.05709. For each view, the model has to find the other view of the image. The
 negatives are all other images of the global batch, on all processes and in all microbatches:

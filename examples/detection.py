@@ -3,9 +3,9 @@
 """Train FCOS to find objects: images of any sizes, and their boxes in COCO's JSON.
 
     python tools/toy.py boxes
-    torchrun --standalone --nproc_per_node 2 mine.py --train toy/boxes/train toy/boxes/train.json \\
-        --test toy/boxes/test toy/boxes/test.json --resnet 18 --norm group --size 96 \\
-        --epochs 4 --batch-size 4
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --train toy/boxes/train toy/boxes/train.json --test toy/boxes/test toy/boxes/test.json \\
+        --resnet 18 --norm group --size 96 --epochs 4 --batch-size 4
 
 For COCO: --train train2017 annotations/instances_train2017.json. To begin from pretrained weights,
 which is usual, save them once, and name the file by --weights:

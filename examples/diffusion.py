@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a denoising diffusion model on CIFAR-10 (Ho et al. 2020, arXiv:2006.11239).
 
-    torchrun --standalone --nproc_per_node 2 mine.py --data synthetic --batch-size 32 --epochs 1
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data synthetic \\
+        --batch-size 32 --epochs 1
 
 The model predicts the noise in an image. Times and noise are drawn in `compute_loss`: with equal
 microbatches they are the same at any world size, except in the last batches of an evaluation if

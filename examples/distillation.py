@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small network on CIFAR-10 to answer as a larger, trained one (Hinton et al. 2015).
 
-    torchrun --standalone --nproc_per_node 2 mine.py --data synthetic --width 32 --epochs 1 \\
-        --output-dir old
-    torchrun --standalone --nproc_per_node 2 mine.py --data synthetic --epochs 2 \\
-        --teacher old/model.safetensors
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data synthetic \\
+        --width 32 --epochs 1 --output-dir old
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data synthetic \\
+        --epochs 2 --teacher old/model.safetensors
 
 The paper is arXiv:1503.02531. Without --teacher the network learns from the labels alone, as the
 first command's does. The teacher belongs to the data: its logits are a part of each batch. So it is

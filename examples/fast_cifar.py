@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ResNet-50 on CIFAR-10 to a high accuracy in few epochs.
 
-    torchrun --standalone --nproc_per_node 2 mine.py --data-dir data --epochs 50 --batch-size 500
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data-dir data \\
+        --epochs 50 --batch-size 500
 
 Label smoothing of 0.1 (Szegedy et al. 2016, arXiv:1512.00567), cutout of 12 pixels (DeVries and
 Taylor 2017, arXiv:1708.04552), no weight decay of biases and BatchNorm. The test averages the

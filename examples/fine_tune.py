@@ -3,12 +3,13 @@
 """Fine-tune a pretrained language model of the Hugging Face Hub, or of a directory, on a text file.
 
     python tools/toy.py text
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama --text toy/text.txt \\
-        --epochs 1 --batch-size 16 --lr 3e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
+        --text toy/text.txt --epochs 1 --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own text.txt:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M
 
 The toy model has random weights: --lr is higher for it. Weights saved in bf16 are trained in fp32,
 or small updates would be rounded away. `from_pretrained` loads model.safetensors of a run from a

@@ -3,15 +3,16 @@
 """Fine-tune a pretrained model to transcribe speech: wav2vec2 and its kind by CTC, or Whisper.
 
     python tools/toy.py recognizers
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/wav2vec2 \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/wav2vec2 \\
         --train toy/speech/train.tsv --test toy/speech/test.tsv --epochs 20 --batch-size 8 --lr 1e-3
 
 With --base toy/whisper --language english it is a Whisper. With a model of the Hub and your own
 train.tsv and test.tsv:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base facebook/wav2vec2-large-960h-lv60-self
-    torchrun --standalone --nproc_per_node 2 mine.py --base openai/whisper-small \\
-        --language english --lr 1e-5
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base facebook/wav2vec2-large-960h-lv60-self
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base openai/whisper-small --language english --lr 1e-5
 
 The toy models have random weights: --lr is higher for them. Wav files have 16 bits and 16 kHz. A
 line of a list has the path of a file, relative to the list's folder, a tab, and the text. The

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a generator of images against a critic on CIFAR-10 (GAN, Goodfellow et al. 2014).
 
-    torchrun --standalone --nproc_per_node 2 mine.py --data synthetic --batch-size 32 --epochs 2
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data synthetic \\
+        --batch-size 32 --epochs 2
 
 The paper is arXiv:1406.2661. One backward pass computes both players' gradients, and one optimizer
 updates both at once: the critic's loss sees detached images, the generator's a critic with detached

@@ -3,19 +3,20 @@
 """Train a chat model by verifiable rewards: GRPO (Shao et al. 2024, arXiv:2402.03300).
 
     python tools/toy.py prompts
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama --prompts toy/prompts.jsonl \\
-        --new-tokens 4 --batch-size 8 --epochs 2 --lr 1e-2
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
+        --prompts toy/prompts.jsonl --new-tokens 4 --batch-size 8 --epochs 2 --lr 1e-2
 
 With a model of the Hub and your own prompts.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-The toy model has random weights: --lr is higher for it. Each line of --prompts has a "prompt", a
-text or messages, and what `reward` reads: replace that function. The last tenth is the test set,
-with one completion of a prompt, greedy. Each other prompt gets --group completions, which are drawn
-by random numbers of this prompt and epoch. So any number of processes, any --batch-size and a
-resumed run train on the same ones. A completion ends with the tokenizer's eos_token. Dropout is
-off.
+The toy model has random weights: --lr is higher for it. Each row of --prompts has a "prompt", a
+text or messages, and what `reward` reads: replace that function. --test names other rows; without
+it the last tenth is the test set, with one completion of a prompt, greedy. Each other prompt gets
+--group completions, which are drawn by random numbers of this prompt and epoch. So any number of
+processes, any --batch-size and a resumed run train on the same ones. A completion ends with the
+tokenizer's eos_token. Dropout is off.
 
 Completions are made in each step by the model of that step (on-policy), so no ratio is clipped. The
 loss is the mean over completions, as in the paper, or, by --mean-over tokens, over all tokens
@@ -30,6 +31,7 @@ Group: language. Recipes: ddp, amp, sharded.
 """
 
 import re
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader
@@ -37,8 +39,8 @@ from torch.utils.data import DataLoader
 from ddp_cifar import exit_with_error, positive
 from lib.chat import add_chat_flags, chat_tokenizer
 from lib.completions import Prompts, collate, complete, prompt_tokens
-from lib.json_lines import read_lines
 from lib.policy import group_loss
+from lib.rows import divided, read_lines
 from sft import build_model, make_optimizer
 
 
@@ -46,7 +48,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
     add = parser.add_argument
-    add("--prompts", default="prompts.jsonl", help="JSON lines (prompts.jsonl)")
+    add("--prompts", default="prompts.jsonl", help="rows (prompts.jsonl)")
     add("--group", type=positive(int), default=8, help="completions of a prompt (8)")
     add("--new-tokens", type=positive(int), default=256, help="most of a completion (256)")
     add("--temperature", type=positive(float), default=1.0, help="of the completions (1.0)")
@@ -80,8 +82,7 @@ def load_data(args, accelerator):
         return prompt_tokens(tokenizer, line, args), line
 
     form = '{"prompt": ..., "answer": ...} or {"prompt": ..., "pattern": ...}'
-    rows = read_lines(args.prompts, args.prompts, form, sample)
-    train, test = rows[: len(rows) * 9 // 10], rows[len(rows) * 9 // 10 :]
+    train, test = divided(partial(read_lines, form=form, make=sample), args.prompts, args.test)
     options = {"batch_size": args.batch_size, "collate_fn": collate}
     train_loader = DataLoader(Prompts(train, args), shuffle=True, drop_last=True, **options)
     return train_loader, DataLoader(Prompts(test, args), **options)

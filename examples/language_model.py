@@ -3,7 +3,8 @@
 """Train a small Llama on the bytes of a text file.
 
     python tools/toy.py text
-    torchrun --standalone --nproc_per_node 2 mine.py --text toy/text.txt --epochs 1 --batch-size 16
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --text toy/text.txt \\
+        --epochs 1 --batch-size 16
 
 The bytes of the file are the tokens, and its last tenth is the test set. Every token counts once,
 however a batch is divided: "weight" is the number of a sequence's tokens. At the end, Accelerate

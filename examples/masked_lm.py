@@ -3,12 +3,13 @@
 """Train a masked language model such as BERT on text files (Devlin et al. 2019, arXiv:1810.04805).
 
     python tools/toy.py lines
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert --train toy/lines/train.txt \\
-        --test toy/lines/test.txt --epochs 4 --batch-size 16 --lr 1e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
+        --train toy/lines/train.txt --test toy/lines/test.txt --epochs 4 --batch-size 16 --lr 1e-3
 
 With a model of the Hub and your own train.txt and test.txt:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base google-bert/bert-base-uncased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base google-bert/bert-base-uncased
 
 The toy model has random weights: --lr is higher for it. The tokens of all lines, with those that
 the tokenizer adds, are cut into sequences of --length; a shorter last one is left out. Of the

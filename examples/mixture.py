@@ -3,8 +3,8 @@
 """Train a small Llama on several texts, mixed by weights.
 
     python tools/toy.py text
-    torchrun --standalone --nproc_per_node 2 mine.py --mix toy/text.txt:3 toy/code.txt:1 \\
-        --batch-size 16 --epochs 1
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --mix toy/text.txt:3 toy/code.txt:1 --batch-size 16 --epochs 1
 
 Here three of four sequences are of text.txt, in any part of an epoch, which has as many as all
 texts together: a short text comes several times, and of a long one each epoch takes another part.

@@ -3,17 +3,19 @@
 """Tune a chat model on preferences, pairs of a chosen and a rejected answer: DPO.
 
     python tools/toy.py preferences
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
         --pairs toy/preferences.jsonl --epochs 3 --batch-size 8 --lr 1e-3
 
 With a model of the Hub and your own pairs.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-The loss is that of Rafailov et al. 2023, arXiv:2305.18290. In each line of --pairs, "chosen" and
+The loss is that of Rafailov et al. 2023, arXiv:2305.18290. In each row of --pairs, "chosen" and
 "rejected" are texts or lists of messages, which may repeat the prompt or its end. "prompt" is a
-text or a list of messages. The last tenth is the test set. A log-probability is the sum over the
-answers' tokens, without the messages that both begin with.
+text or a list of messages. --prompt, --chosen and --rejected are other names of these columns.
+--test names other rows; without it the last tenth is the test set. A log-probability is the sum
+over the answers' tokens, without the messages that both begin with.
 
 The reference is the model before its first step; with lora it is --base. A new run first computes
 the reference's log-probabilities of all answers, in one pass, and saves them in its checkpoints. So
@@ -24,6 +26,9 @@ model: see the example sft.
 Group: language. Recipes: ddp, amp, sharded.
 """
 
+import json
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -31,13 +36,16 @@ from torch.utils.data import DataLoader
 from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
 from lib.order import Ordered, by_length
 from lib.pairs import Pairs, Reference, conversation, log_probabilities
+from lib.rows import read_lines
 from sft import build_model, make_optimizer
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
-    parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
+    parser.add_argument("--pairs", default="pairs.jsonl", help="rows (pairs.jsonl)")
+    for name in ("prompt", "chosen", "rejected"):
+        parser.add_argument(f"--{name}", default=name, help=f"the column of this name ({name})")
     parser.add_argument("--beta", type=float, default=0.1, help="higher: nearer to --base (0.1)")
     parser.set_defaults(lr=1e-6, batch_size=2, epochs=1)
 
@@ -47,13 +55,14 @@ def load_data(args, accelerator):
     chosen and rejected conversations, and their targets, or -100; and of (B, 2) float32."""
     tokenizer = chat_tokenizer(args, accelerator)
 
-    def samples(line):
-        both = [conversation(line.get("prompt", []), line[x]) for x in ("chosen", "rejected")]
+    def samples(row):
+        answers = row[args.chosen], row[args.rejected]
+        both = [conversation(row.get(args.prompt) or [], answer) for answer in answers]
         same = [x == y for x, y in zip(*both, strict=False)]
         first = [*same, False].index(False)
         if first >= min(map(len, both)):  # no answer is another one
             return []
-        pair = [samples_of(tokenizer, x, args, line.get("tools"), first) for x in both]
+        pair = [samples_of(tokenizer, x, args, row.get("tools"), first) for x in both]
         if max(map(len, pair)) > 1:
             raise ValueError("several answers differ, and the chat template changes earlier ones")
         return [[*pair[0], *pair[1]]] if all(pair) else []
@@ -63,8 +72,8 @@ def load_data(args, accelerator):
         sequences = pad_chats([sequence for pair in zip(*pairs, strict=True) for sequence in pair])
         return sequences.unflatten(0, (-1, 2)), torch.stack(reference)
 
-    form = '{"prompt": ..., "chosen": ..., "rejected": ...}'
-    train, test = read_chats(args.pairs, args, form, samples)
+    form = json.dumps(dict.fromkeys((args.prompt, args.chosen, args.rejected), "..."))
+    train, test = read_chats(args.pairs, args, partial(read_lines, form=form, make=samples))
     lengths = torch.tensor([max(map(len, x)) for x in train])
     train_set = Ordered(Pairs(train), args.seed, by_length, lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": collate}

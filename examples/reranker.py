@@ -3,13 +3,14 @@
 """Train a reranker (cross-encoder): it reads a query with a document, and scores their relevance.
 
     python tools/toy.py queries
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
         --train toy/queries/train.jsonl --test toy/queries/test.jsonl --negatives 4 --epochs 3 \\
         --batch-size 32 --lr 1e-3
 
 With a model of the Hub and your own train.jsonl and test.jsonl, with labels:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base microsoft/MiniLM-L12-H384-uncased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base microsoft/MiniLM-L12-H384-uncased
 
 The toy model has random weights: --lr is higher for it. Files are JSON lines, CSV or Parquet;
 --query, --document and --label are their columns. A label is a number from 0 to 1. With --negatives

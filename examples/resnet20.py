@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ResNet-20 on CIFAR-10 to a published accuracy: 91.25% (He et al. 2015, arXiv:1512.03385).
 
-    torchrun --standalone --nproc_per_node 2 mine.py --data-dir data --epochs 50 \\
-        --global-batch-size 128
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --data-dir data \\
+        --epochs 50 --global-batch-size 128
 
 It has 0.27 million parameters: two CPU cores train it in about an hour. amp_cifar.py uses bf16,
 which CPUs with AMX or AVX-512-BF16 multiply faster. The model and the augmentation are the paper's;

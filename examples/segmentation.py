@@ -3,7 +3,8 @@
 """Train a small encoder and decoder to segment images: images/NAME.jpg and masks images/NAME.png.
 
     python tools/toy.py masks
-    torchrun --standalone --nproc_per_node 2 mine.py --images toy/masks --batch-size 8 --epochs 6
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --images toy/masks \\
+        --batch-size 8 --epochs 6
 
 A mask has the number of a class, or 255 for a pixel that does not count, as in PASCAL VOC. Every
 tenth image is in the test set. All pixels that count are equal: "weight" is their number in an

@@ -3,15 +3,15 @@
 """Translate or summarize: fine-tune an encoder and decoder of the Hub on sources and targets.
 
     python tools/toy.py translations
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/t5 \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/t5 \\
         --train toy/translations/train.jsonl --test toy/translations/test.jsonl --epochs 20 \\
         --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own train.csv and test.csv:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base google-t5/t5-small \\
-        --prefix "summarize: " --train train.csv --test test.csv --source document \\
-        --target summary --score rouge
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base google-t5/t5-small --prefix "summarize: " --train train.csv --test test.csv \\
+        --source document --target summary --score rouge
 
 The toy model has random weights: --lr is higher for it. Files are JSON lines, CSV or Parquet;
 --source and --target are their columns. Every token of a target counts once. In evaluations the

@@ -3,18 +3,20 @@
 """Fine-tune a chat model on conversations: instruction tuning, with loss on the answers alone.
 
     python tools/toy.py chats
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/llama --chats toy/chats.jsonl \\
-        --epochs 9 --batch-size 16 --lr 3e-3
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/llama \\
+        --chats toy/chats.jsonl --epochs 9 --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own chats.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base HuggingFaceTB/SmolLM2-135M-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-The toy model has random weights: --lr is higher for it. Each line of --chats has "messages", and
-may have "tools". The last tenth is the test set. Batches have chats of similar lengths, and every
-token of an answer counts once. Chats are cut at --length tokens. If the template marks answers, by
-{% generation %}, these are trained. If it writes the last answer otherwise than earlier ones, such
-as with its reasoning, each answer is a sample of its own, with the turns before it.
+The toy model has random weights: --lr is higher for it. Each row of --chats has "messages", and may
+have "tools". --test names other rows; without it the last tenth is the test set. Batches have chats
+of similar lengths, and every token of an answer counts once. Chats are cut at --length tokens. If
+the template marks answers, by {% generation %}, these are trained. If it writes the last answer
+otherwise than earlier ones, such as with its reasoning, each answer is a sample of its own, with
+the turns before it.
 
 For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
 the tokenizer, config.json and generation_config.json, so that
@@ -28,6 +30,8 @@ has the same tokens.
 Group: language. Recipes: ddp, amp, sharded.
 """
 
+from functools import partial
+
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,13 +39,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of, token_losses
 from lib.fine_tuning import make_optimizer
 from lib.order import Ordered, by_length
+from lib.rows import read_lines
 from lib.token_losses import with_token_losses
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
-    parser.add_argument("--chats", default="chats.jsonl", help="JSON lines (chats.jsonl)")
+    parser.add_argument("--chats", default="chats.jsonl", help="rows (chats.jsonl)")
     parser.set_defaults(lr=1e-5, batch_size=4, epochs=3)  # usual for pretrained weights
 
 
@@ -50,11 +55,11 @@ def load_data(args, accelerator):
     chats, and their targets, or -100."""
     tokenizer = chat_tokenizer(args, accelerator)
 
-    def samples(line):
-        return samples_of(tokenizer, line["messages"], args, line.get("tools"))
+    def samples(row):
+        return samples_of(tokenizer, row["messages"], args, row.get("tools"))
 
     form = '{"messages": [{"role": ..., "content": ...}, ...]}'
-    train, test = read_chats(args.chats, args, form, samples)
+    train, test = read_chats(args.chats, args, partial(read_lines, form=form, make=samples))
     lengths = torch.tensor([len(x) for x in train])
     train_set = Ordered(train, args.seed, by_length, lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": pad_chats}

@@ -3,8 +3,9 @@
 """Train a small transformer with CTC to transcribe speech: wav files, and a list of their texts.
 
     python tools/toy.py speech
-    torchrun --standalone --nproc_per_node 2 mine.py --train toy/speech/train.tsv \\
-        --test toy/speech/test.tsv --epochs 4 --batch-size 8 --layers 2 --width 128
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --train toy/speech/train.tsv --test toy/speech/test.tsv --epochs 4 --batch-size 8 \\
+        --layers 2 --width 128
 
 Wav files have 16 bits and 16 kHz; the toy ones have a tone for each letter. A line of a list has
 the path of a file, relative to the list's folder, a tab, and the text. An utterance has the same

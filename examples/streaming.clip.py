@@ -9,8 +9,8 @@ from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPConfig
 
 from lib.captions import Captioned, pad_captions, tokenizer_of
-from lib.images import read_image
 from lib.row_groups import stream
+from lib.rows import nonempty_text
 
 
 def load_data(args, accelerator):
@@ -20,12 +20,12 @@ def load_data(args, accelerator):
     size, bicubic = config.vision_config.image_size, InterpolationMode.BICUBIC
     tokenize = tokenizer_of(args, config.text_config)
     crop = v2.RandomResizedCrop(size, scale=(0.9, 1.0), interpolation=bicubic)
-    train = Captioned((), None, tokenize, crop)
-    test = Captioned((), None, tokenize, v2.Resize(size, bicubic), v2.CenterCrop(size))
+    whole = v2.Resize(size, bicubic), v2.CenterCrop(size)
 
-    def sample(captioned, row):
-        image = row["image"]["bytes"] if isinstance(row["image"], dict) else row["image"]
-        return captioned.sample(read_image(io.BytesIO(image), "its image"), row["text"])
+    def sample(transforms, row):
+        image, caption = row[args.image], nonempty_text(row[args.caption])
+        file = io.BytesIO(image["bytes"] if isinstance(image, dict) else image)
+        return Captioned([(file, caption)], tokenize, *transforms)[0]
 
-    makes = partial(sample, train), partial(sample, test)
-    return stream(args, args.captions, ["image", "text"], *makes, pad_captions)
+    makes = partial(sample, [crop]), partial(sample, whole)
+    return stream(args, args.captions, [args.image, args.caption], *makes, pad_captions)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of Parquet files that stay on the Hugging Face Hub, in a bucket, or on a disk.
 
-For fine_tune (column text), sft (messages), clip and text_to_image (image, text), whose --text,
+For fine_tune (column text), sft (messages), clip (image, caption), whose --text,
 --chats, --captions or --images then names Parquet files by a URL or a pattern, such as
 "hf://datasets/HuggingFaceTB/smoltalk@main/data/all/train-*.parquet". --columns names other columns,
 in that order. Without --test the last row group is the test set.

@@ -3,7 +3,8 @@
 r"""Train a small network on the columns of a Parquet or CSV file: a regression.
 
     python tools/toy.py table
-    torchrun --standalone --nproc_per_node 2 mine.py --table toy/table.parquet --target y --epochs 5
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --table toy/table.parquet --target y --epochs 5
 
 All columns are numbers. A random tenth of the rows is the test set, with --by-order the last tenth:
 for a time series, whose neighbours in time are alike. The other rows' mean and standard deviation

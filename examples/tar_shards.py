@@ -3,8 +3,8 @@
 """Train ResNet-18 on images in tar files, as webdataset writes them, a few shards side by side.
 
     python tools/toy.py shards
-    torchrun --standalone --nproc_per_node 2 mine.py --shards toy/shards --batch-size 16 \\
-        --lr 0.05 --epochs 4
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --shards toy/shards \\
+        --batch-size 16 --lr 0.05 --epochs 4
 
 The toy images are stripes. The files of a sample are neighbours in a shard, with the same name up
 to its first dot: here an image, 003.png, and the number of its class, 003.cls. For other files edit

@@ -3,13 +3,14 @@
 """Classify texts: fine-tune a model of the Hugging Face Hub, or of a directory, on labelled lines.
 
     python tools/toy.py labels
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
         --train toy/labels/train.jsonl --test toy/labels/test.jsonl --epochs 4 --batch-size 16 \\
         --lr 1e-3
 
 With a model of the Hub and your own train.jsonl and test.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base distilbert/distilbert-base-uncased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base distilbert/distilbert-base-uncased
 
 The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV or
 Parquet; --text and --label are their columns. Labels are strings or integers. Each batch is padded
@@ -21,6 +22,7 @@ Group: language. Recipes: ddp, amp, sharded.
 """
 
 import torch
+from sklearn.metrics import f1_score
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -106,10 +108,6 @@ def compute_loss(model, batch, args):
 
 
 def test_metrics(outputs, args):
-    """Return {"macro_f1": the mean over classes of 2 * hits / (true ones + predicted ones)}."""
+    """Return {"macro_f1": the mean of the F1 of each class that occurs}."""
     labels, found = torch.stack(outputs).T
-    scores = []
-    for c in torch.cat((labels, found)).unique():
-        truth, predicted = labels == c, found == c
-        scores.append(2 * (truth & predicted).sum() / (truth.sum() + predicted.sum()))
-    return {"macro_f1": torch.stack(scores).mean().item()}
+    return {"macro_f1": float(f1_score(labels, found, average="macro", zero_division=0))}

@@ -3,13 +3,14 @@
 """Find named entities: fine-tune a model of the Hub, or of a directory, to tag the words of texts.
 
     python tools/toy.py entities
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/bert \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/bert \\
         --train toy/entities/train.conll --test toy/entities/test.conll --epochs 4 \\
         --batch-size 16 --lr 1e-3
 
 With a model of the Hub and your own train.conll and test.conll:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base google-bert/bert-base-cased
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base google-bert/bert-base-cased
 
 The toy model has random weights: --lr is higher for it. A line of a .conll file has a word, any
 other columns, and the word's tag; an empty line ends a sentence. Other files are JSON lines, or

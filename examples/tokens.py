@@ -3,14 +3,14 @@
 """Train a small Llama on files of tokens: of nanoGPT, llm.c, modded-nanogpt, or Megatron.
 
     python tools/toy.py tokens
-    torchrun --standalone --nproc_per_node 2 mine.py --train toy/tokens/plain.bin \\
-        toy/tokens/header.bin toy/tokens/megatron.bin --vocabulary 999 --length 64 --epochs 1 \\
-        --batch-size 16
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --train toy/tokens/plain.bin toy/tokens/header.bin toy/tokens/megatron.bin \\
+        --vocabulary 999 --length 64 --epochs 1 --batch-size 16
 
 With files of your own, of tokens of GPT-2:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --train fineweb_train_*.bin \\
-        --test fineweb_val_000000.bin
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --train fineweb_train_*.bin --test fineweb_val_000000.bin
 
 The files are mapped, not read into memory. Of Megatron's name the .bin; its .idx lies beside it. A
 file without a header has tokens of 16 bits, or of 32 if --vocabulary is above 65,536. A sample is a

@@ -3,20 +3,21 @@
 """Fine-tune a vision-language model on conversations with images, with loss on the answers alone.
 
     python tools/toy.py image_chats
-    torchrun --standalone --nproc_per_node 2 mine.py --base toy/qwen \\
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --base toy/qwen \\
         --chats toy/image_chats/chats.jsonl --train-vision --epochs 15 --batch-size 16 --lr 3e-3
 
 With a model of the Hub and your own chats.jsonl:
 
-    torchrun --standalone --nproc_per_node 2 mine.py --base Qwen/Qwen2.5-VL-3B-Instruct
+    accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
+        --base Qwen/Qwen2.5-VL-3B-Instruct
 
 The toy model has random weights: --lr is higher for it,
 and --train-vision trains the vision encoder, too, which is frozen otherwise.
-Each line of --chats has "messages", and may have "images" and "tools". A content is a text, or a
+Each row of --chats has "messages", and may have "images" and "tools". A content is a text, or a
 list of {"type": "text", "text": ...} and {"type": "image", "path": ...}. Images without a path
 there, and each <image> in a text, are those of the list "images", in their order. Its images
-without any place are before the first message of the user. A path is relative to the folder of
---chats. The last tenth of the lines is the test set.
+without any place are before the first message of the user. A path is relative to the folder of its
+file. --test names other rows; without it the last tenth is the test set.
 
 The processor makes the tokens: how many depends on an image's size, and there are many for a photo.
 A chat that is longer than --length is an error, not cut: scale large images down before. Batches
@@ -47,7 +48,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
     add = parser.add_argument
-    add("--chats", default="chats.jsonl", help="JSON lines (chats.jsonl)")
+    add("--chats", default="chats.jsonl", help="rows (chats.jsonl)")
     add("--length", type=int, default=4096, help="most tokens of a chat with its images (4096)")
     add("--train-vision", action="store_true", help="train the vision encoder, too")
     parser.set_defaults(lr=1e-5, batch_size=4, epochs=3)  # usual for pretrained weights

@@ -7,7 +7,7 @@
 
     accelerate launch --config_file accelerate_configs/1gpu.yaml recipes/ddp_cifar.py
     accelerate launch --config_file accelerate_configs/4gpu.yaml recipes/ddp_cifar.py --epochs 100
-    torchrun --standalone --nproc_per_node 2 recipes/ddp_cifar.py --data synthetic
+    python recipes/ddp_cifar.py --data synthetic
 
 Every process holds the whole model, takes its share of each global batch, and averages its
 gradients with the others'. Rerunning the command resumes an interrupted run.
@@ -274,7 +274,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure cac298d1e7b2: identical in all recipes, edit only above it
+# ================= shared infrastructure 092271b19dc9: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -755,19 +755,24 @@ def datasets_in(dataset):
 def make_reproducible(loaders, args):
     """Return two loaders, with `SeededSamples`. Exit with an error if one cannot be resumed exactly
     or leaves out samples of the test set."""
+    if len(loaders) != 2:
+        exit_with_error("load_data: return two DataLoaders, for training and test")
     samplers = [torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler]
-    has_two = len(loaders) == 2
-    for is_training, loader in zip((True, False), loaders, strict=has_two):
+    for is_training, loader in zip((True, False), loaders, strict=True):
         batches = loader.batch_sampler
         is_standard = type(batches) is torch.utils.data.BatchSampler
         is_standard = is_standard and type(batches.sampler) in samplers[: 1 + is_training]
-        is_standard = is_standard and batches.drop_last == is_training
         has_size = loader.batch_size == args.batch_size or not is_training
-        is_empty = not (is_training or len(loader.dataset))  # `prepare_data` counts the other's
-        if not (has_two and is_standard and has_size) or is_empty:
-            needs = f"batch_size=args.batch_size ({args.batch_size}), drop_last={is_training}"
-            remedy = f"a map-style Dataset or Subset that is not empty, {needs}, no own sampler"
-            exit_with_error(f"load_data: each of two DataLoaders needs {remedy}")
+        needs = {
+            "a map-style Dataset, and no sampler: see examples/lib/order.py": is_standard,
+            f"drop_last={is_training}": is_standard and batches.drop_last == is_training,
+            f"batch_size=args.batch_size ({args.batch_size})": has_size,
+            # `prepare_data` counts those for training. A stream has no length.
+            "samples": is_training or (is_standard and len(loader.dataset)),
+        }
+        if broken := [need for need, is_met in needs.items() if not is_met]:
+            which = "training" if is_training else "test"
+            exit_with_error(f"load_data: the DataLoader for {which} needs {broken[0]}")
         # DataLoader forbids an assignment, since a sampler may belong to the dataset.
         dataset = SeededSamples(loader.dataset, args.seed, is_test=not is_training)
         object.__setattr__(loader, "dataset", dataset)
@@ -1010,7 +1015,7 @@ class Watcher:
         self.run = run
         self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
         self.names = utils.gather_object([RANK_AND_HOST])
-        self.progress = 0  # steps and batches
+        self.steps = 0  # and batches of an evaluation
         self.received = 0  # the first signal
         self.sent = torch.zeros(1, dtype=torch.int64)  # rank 0's signal
         self.pending = None
@@ -1037,7 +1042,7 @@ class Watcher:
     def agreed_signal(self):
         """Count a step. Return the signal on which all ranks stop, or 0: that which rank 0 found in
         the call before, so that the broadcast overlaps a step."""
-        self.progress += 1
+        self.steps += 1
         if self.pending:
             self.pending.wait()
         result = self.sent.item()
@@ -1053,12 +1058,12 @@ class Watcher:
         tick = min(1.0, self.timeout / 20)
         idle = 0.0  # counted, not by a clock: a run may be suspended
         while idle < self.timeout:
-            before = self.progress
+            before = self.steps
             if signalled := signal.sigtimedwait(self.signals, tick):
                 self.note_signal(signalled.si_signo)
             if LAUNCHED and os.getppid() != LAUNCHER:
                 self.note_signal(signal.SIGTERM)
-            stalls = self.progress == before and not self.run.is_paused
+            stalls = self.steps == before and not self.run.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
@@ -1083,7 +1088,7 @@ class Watcher:
         waits = waits or frame.f_code in waiting
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
-        self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
+        self.run.store.set(RANK_AND_HOST, json.dumps([self.steps, waits, place]))
         if self.run.store.add("reports", 1) == 1:
             self.identify()
 

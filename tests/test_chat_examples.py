@@ -379,6 +379,7 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     path.write_text("\n".join(map(json.dumps, [line, line, same, *[line] * 8])))
     lib.chat.TARGETS.clear()
     args = SimpleNamespace(base=base, chat_template=None, output_dir=tmp_path, pairs=path, seed=0)
+    args.test, args.prompt, args.chosen, args.rejected = None, "prompt", "chosen", "rejected"
     args.length, args.batch_size, args.global_batch_size = 1000, 3, 6
     train, test = preferences.load_data(args, SimpleNamespace(is_main_process=True))
     assert (len(train.dataset), len(test.dataset)) == (6, 1), "whole global batches"
@@ -498,11 +499,11 @@ def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
     script = make(tmp_path / "mine.py", "ddp", "sft")
     template = ["--chat-template", tmp_path / "forgets.jinja"]
     cases = {
-        "line 1: ValueError('the chat template leaves out the tool calls of me": ["calls"],
-        "line 2: ValueError('nothing comes before the answer')": ["alone"],
-        "line 1: ValueError('no message has the role assistant, but human, g": ["human"],
-        "line 1: ValueError('the chat template changes what comes before an": ["good", *template],
-        "0 of 20 lines have an answer within --length: the tra": ["good", "--length", 2],
+        "row 1: ValueError('the chat template leaves out the tool calls of me": ["calls"],
+        "row 2: ValueError('nothing comes before the answer')": ["alone"],
+        "row 1: ValueError('no message has the role assistant, but human, g": ["human"],
+        "row 1: ValueError('the chat template changes what comes before an": ["good", *template],
+        "good.jsonl: 0 rows for training do not fill one batch": ["good", "--length", 2],
         "would train in 16 bits: add lora": ["good", "--base-dtype", "bfloat16"],
     }
     for text, (name, *flags) in cases.items():

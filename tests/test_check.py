@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import check
-import machine
 import pytest
+import running
 import torch
 from conftest import LITTLE, MEASURED, SMALL, copy, project
 from processes import ROOT, execute, launch, run
@@ -23,9 +23,9 @@ FLAGS = [*SMALL, "--batch-size", "8"]
 @pytest.fixture
 def checked(tmp_path, monkeypatch, capsys):
     """A function that checks a copy. It returns the exit status, the output and {name: run}.
-    Its functions are those of programs/copies/checked.py, or `chosen` ones."""
+    Its functions are those of programs/overrides/checked.py, or `chosen` ones."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "execute", execute)
+    monkeypatch.setattr(running, "execute", execute)
 
     def run(recipe, *replacements, flags=(), steps=("--max-steps", str(STEPS)), **chosen):
         copy("sharded_cifar", tmp_path / "sharded.py", *LITTLE, project=project("checked"))
@@ -141,7 +141,7 @@ def test_state_that_is_not_saved_is_found_after_the_kill(checked):
     assert code == 1, output
     verdicts = [run["verdict"] for run in runs.values()]
     assert verdicts == ["", "", "the same", "reported", "differs at step 3"], "the first after it"
-    assert "a state that is in no checkpoint\nKnown causes" in output
+    assert "a state that is in no checkpoint, such as an attribute" in output
 
 
 CALL = "logits = model(images)"
@@ -263,12 +263,13 @@ def test_a_bound_is_ten_times_the_perturbed_runs_difference_up_to_the_next_step(
         assert bounds[step, "train", name] == pytest.approx(bound), (step, name)
     assert last == 3, "in step 4, ten times the loss's next difference is 2%"
     assert bounds[1, "train", "of the copy only"] == check.LIMIT
+    assert check.bounds_of(differences, 4e-3)[0][2, "train", "loss"] == 4e-3, "in 16 bits"
 
 
 def test_causes_are_rows_of_the_pages_and_what_is_measured_is_not_compared():
     listed = (ROOT / "docs/check.md").read_text()
     rows = re.findall(r'^- .*: \[.*\]\((.*\.md).*\), "(.*)"$', listed, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 7
     for page, row in rows:
         text = (ROOT / "docs" / page).read_text()
         assert re.search(rf"^\| [`]?{re.escape(row)}", text, re.MULTILINE), row
@@ -397,7 +398,7 @@ def test_a_kill_is_in_mid_epoch(steps, kills, killed, tmp_path):
 def test_the_perturbed_run_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
     hooks = []
     monkeypatch.setattr(check, "register_optimizer_step_pre_hook", hooks.append)
-    monkeypatch.setattr(machine.runpy, "run_path", lambda *_, **__: None)
+    monkeypatch.setattr(running.runpy, "run_path", lambda *_, **__: None)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -396,6 +396,12 @@ def test_a_missing_file_and_an_empty_list_are_an_error_in_one_line(tmp_path):
     cases = {
         "No such file or directory: 'train.json'": [detection],
         "No such file or directory": [speech, "--train", "missing.tsv", "--test", "missing.tsv"],
-        "each of two DataLoaders needs": [speech, "--train", "empty.tsv", "--test", "empty.tsv"],
+        "the DataLoader for test needs samples": [
+            speech,
+            "--train",
+            "empty.tsv",
+            "--test",
+            "empty.tsv",
+        ],
     }
     assert_one_line(cases, tmp_path, (1, 2), imports=["transformers", "pycocotools.cocoeval"])

@@ -23,7 +23,7 @@ from PIL import Image
 from processes import train_forked
 from torch.nn import functional as F
 
-from lib import json_lines, negatives
+from lib import negatives, rows
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e
 
 
 def written(path, recipe, chosen):
-    """Write a copy that compares few rows at a time, with definitions of programs/copies."""
+    """Write a copy that compares few rows at a time, with definitions of programs/overrides."""
     replaced = [("ROWS = 1024", "ROWS = 5")]
     if "build_model" in chosen:
         replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
@@ -253,28 +253,31 @@ def test_a_temperature_is_at_least_that_of_clip():
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (None, "--pairs pairs.jsonl: No such file or directory"),
-        ("", "--pairs pairs.jsonl: the file is empty"),
-        ('{"anchor": "a", "positive": "b"}\n{"anchor": "a"}', "line 2: KeyError('positive')"),
-        ('{"anchor": "a", "positive": "b"}\n\n{', "line 3: JSONDecodeError('Expecting prop"),
-        ('{"anchor": "a", "positive": ["b"]}', "line 1: AttributeError("),
-        ('{"anchor": "a", "positive": " "}', "line 1: ValueError('an empty text')"),
-        ('["a", "b"]', "line 1: TypeError("),
+        (None, "pairs.jsonl: no such file. Name a file, a folder"),
+        ("", "pairs.jsonl has no rows"),
+        ('{"anchor": "a", "positive": "b"}\n{"anchor": "a"}', "row 2: KeyError('positive')"),
+        ('{"anchor": "a", "positive": "b"}\n\n{', "row 2: JSONDecodeError('Expecting prop"),
+        ('{"anchor": "a", "positive": ["b"]}', "row 1: ValueError("),
+        (
+            '{"anchor": "a", "positive": " "}',
+            "row 1: ValueError(\"' ' is not a text,",
+        ),
+        ('["a", "b"]', "row 1: TypeError("),
         (
             '{"anchor": "a", "positive": "b", "negative": "c"}\n{"anchor": "a", "positive": "b"}',
-            """line 2: ValueError("it has [], the first line ['negative']")""",
+            """row 2: ValueError("it has [], the first row ['negative']")""",
         ),
-        (b"\xff\xfe", "line 1: UnicodeDecodeError("),
+        (b"\xff\xfe", "row 1: UnicodeDecodeError("),
     ],
 )
 def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(json_lines, "exit_with_error", exit_by_exception)
+    monkeypatch.setattr(rows, "exit_with_error", exit_by_exception)
     if content is not None:
         content = content if isinstance(content, bytes) else content.encode()
         (tmp_path / "pairs.jsonl").write_bytes(content)
     with pytest.raises(Exit) as error:
-        json_lines.texts_of("pairs.jsonl", "--pairs", "anchor", "positive", more="negative")
+        rows.read_texts("pairs.jsonl", "anchor", "positive", more="negative")
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
@@ -284,7 +287,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_error(tmp_path):
         '\ufeff{"anchor": "a", "positive": "b"}\n\n'
         '{"anchor": "c", "positive": "d", "negative": null}\n\n'
     )
-    found = json_lines.texts_of(path, "", "anchor", "positive", more="negative")
+    found = rows.read_texts(path, "anchor", "positive", more="negative")
     assert found == [("a", "b"), ("c", "d")]
 
 

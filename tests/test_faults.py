@@ -60,8 +60,8 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
 
 
 def test_the_page_has_the_numbers_of_the_results():
-    paths = sorted((ROOT / "benchmarks/results/faults").glob("*.json"))
-    results = [json.loads(path.read_text()) for path in paths]
+    lines = (ROOT / "benchmarks/results/faults.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
     rows = [row for result in results for row in result["faults"]]
     page = (ROOT / "benchmarks/README.md").read_text()
     assert f"\n{len(rows)} random faults in " in page

@@ -216,8 +216,8 @@ def test_a_model_learns_what_is_rewarded(base, tmp_path):
 def test_wrong_prompts_are_one_line(base, tmp_path):
     good = {"prompt": "1 + 1", "answer": 2}
     wrong = {
-        "line 2: KeyError('pattern'). Each line needs {\"prompt": {"prompt": "1 + 1"},
-        "line 2: ValueError('not enough values": {**good, "answer": "two"},
+        "row 2: KeyError('pattern'). Each row needs {\"prompt": {"prompt": "1 + 1"},
+        "row 2: ValueError('not enough values": {**good, "answer": "two"},
         "('missing ), unterminated": {"prompt": "a", "pattern": "("},
         "tokens, more than --length')": {**good, "prompt": "a " * 3000},
         "argument --group: choose 2 or more": good,

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 HOST = socket.gethostname()
 FEW = SYNTHETIC_DATA, "synthetic_images(320, seed=1), synthetic_images(160, seed=2)"
 TIMEOUT = 10  # seconds: sixteen processes share the cores, and take a step in less
-# Names of programs/copies/hangs.py: how it stalls, and the functions of the recipe that do.
+# Names of programs/overrides/hangs.py: how it stalls, and the functions of the recipe that do.
 SLEEP, STOP = "sleep", "stop"
 IN_COMPUTE_LOSS = {"compute_loss": "loss_that_stalls"}
 IN_EVALUATION = {"compute_loss": "evaluation_that_stalls"}

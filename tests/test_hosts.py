@@ -3,6 +3,7 @@ namespaces with an address each."""
 
 import contextlib
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -16,8 +17,40 @@ from conftest import (
     assert_same_training,
     copy,
 )
-from kubelet import PROBLEM, two_networks
 from processes import PROGRAMS, ROOT, Launched, free_port, outputs, train_forked, wait_until
+
+
+@contextlib.contextmanager
+def two_networks(interface):
+    """The names of two network namespaces. Their interfaces of this name are joined and up."""
+    names = [f"recipes-{os.getpid()}-{index}" for index in (0, 1)]
+    commands = [f"netns add {name}" for name in names]
+    commands.append("link add {0} netns {1} type veth peer name {0} netns {2}")
+    commands += [f"-n {name} link set {interface} up" for name in names]
+    commands.append("netns exec {1} unshare --uts --mount --pid --fork true")
+    try:
+        for command in commands:
+            words = ["ip", *command.format(interface, *names).split()]
+            subprocess.run(words, check=True, capture_output=True, text=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def find_problem():
+    """Return why there are no such networks here, or None."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return "needs root and the command ip (Debian: iproute2)"
+    try:
+        with two_networks("eth0"):
+            return None
+    except subprocess.CalledProcessError as error:  # such as in a container
+        return f"no network namespaces here: {error.stderr.strip()}"
+
+
+PROBLEM = find_problem()
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")]
 

@@ -16,7 +16,7 @@ import sync
 from composed import assert_lists_its_packages
 from conftest import LITTLE, SMALL, assert_same_training
 from processes import ROOT, train_forked
-from recipe import INFRASTRUCTURE, REFERENCE, parts
+from shared_block import INFRASTRUCTURE, REFERENCE, parts
 
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 ADDITIONS = [name for name in RECIPES if new.TRAIN not in str(new.description(name)[0])]
@@ -139,7 +139,7 @@ NEW = "\n\ndef add_flags("  # where an owner's own definitions are
     [
         ("new", [], "ddp", None, "exists"),
         ("new", ["photo"], "ddp", None, "there is no example photo"),
-        ("new", [TASK, "table"], "ddp", None, "table.py: add_flags of the copy is edited"),
+        ("new", [TASK, "table"], "ddp", None, "photos and table both have add_flags"),
         ("new", ["gan"], "pipeline", None, "gan is for ddp"),
         ("add", ["best_weights", "best_weights"], "ddp", None, "best_weights.diff does not fit"),
         ("add", ["ema"], "ddp", EDITED, "ema.diff does not fit main"),
@@ -223,7 +223,7 @@ def train_step("""
 OWN = [
     ('"torch>=2.11"', '"torch==2.15.0", "apex"'),
     ('"""Train ResNet-50', "r'''Our \\d classes"),
-    ("4gpu.yaml recipes/ddp_cifar.py", "4gpu.yaml ours.py"),
+    ("4gpu.yaml recipes/ddp_cifar.py --epochs 100", "4gpu.yaml ours.py --epochs 90"),
     ('structure.\n"""', 'structure. A """ of ours.\n' + "'''  # noqa: D205"),
     ("import accelerate\n", "import accelerate  # ours\nimport antigravity  # registers ops\n"),
     ("import torchvision\n", "import torchvision  # ours\n"),
@@ -263,7 +263,7 @@ def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     assert ('"peft>=0.21"' in text) == ("lora" in examples)
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
-    assert "4gpu.yaml ours.py --epochs 100" in documented
+    assert "4gpu.yaml ours.py --epochs 90" in documented
     assert 'structure. A """ of ours.' in documented and documented.endswith("\n\nBelow.")
     known = {*REFERENCE.read_text().split("\n"), *text.split("\n")}
     assert [x for x in before.partition("  # noqa: D205\n")[2].split("\n") if x not in known] == []
@@ -413,9 +413,9 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
 def test_a_new_pipeline_is_trained_in_a_second_way_on_four_processes(make, tmp_path):
     """It does not run on one."""
     *_, two, four, _ = make("new", "own.py", recipe="pipeline")
-    assert two.startswith(f"torchrun --standalone --nproc_per_node 2 {tmp_path}/own.py --data ")
+    assert two.startswith(f"{new.TRAIN.replace('mine.py', str(tmp_path / 'own.py'))} --data ")
     output = f" --output-dir {four.split()[-1]}"
-    assert four == two.replace("_node 2 ", "_node 4 ") + output
+    assert four == two.replace("/2gpu", "/4gpu") + output
 
 
 def test_a_hunk_that_fits_twice_is_an_error():

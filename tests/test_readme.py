@@ -16,8 +16,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from composed import write_photos
-from conftest import LITTLE, SMALL, copy, load
-from processes import ROOT, train_forked
+from conftest import LITTLE, SMALL, assert_same_training, copy, load, project
+from processes import ROOT, forked, outputs, train_forked
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,15 +32,6 @@ MEASUREMENTS = (ROOT / "benchmarks/README.md").read_text()
 README, CONTRIBUTING, RUNNING, FAILURES, CLUSTERS, ADAPTING, *_ = PAGES.values()
 EVERYTHING = "\n".join(PAGES.values())
 RECIPES = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
-# Flags on the pages that are not a recipe's: the launchers', other programs', the examples'.
-OTHERS = "--config_file --num_processes --machine_rank --main_process_ip --max_restarts "
-OTHERS += "--nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --nodes --signal --mem "
-OTHERS += "--ntasks-per-node --gpus-per-node --cpus-per-task --oversubscribe --ipc --init "
-OTHERS += "--follow --tail --force --node_rank --master_addr --master_port --rdzv_conf "
-OTHERS += "--photos --pictures --text --length --random-source --help --processes "
-OTHERS += "--index-url --standalone --exclude --tuned --chat --enable_jit_checkpoint "
-OTHERS += "--resume_from_checkpoint --no-project --with-requirements --script --active --with "
-OTHERS += "--requirements-from-script --torch-backend --flavor --timeout"
 
 
 def section(page, title):
@@ -107,22 +98,6 @@ def test_every_link_and_anchor_resolves(name):
             assert anchor in slugs, link
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:-1])
-def test_the_flags_and_defaults_are_those_of_the_recipes(recipe):
-    table = rows(RUNNING, "| flag | only in |")
-    documented = {x[0]: x[2] for x in table if not x[1] or recipe in x[1].split(", ")}
-    actual = {
-        flag: "" if default is None or default is False else str(default)
-        for flag, default in flags_of(recipe).items()
-    }
-    assert documented == actual | {"--output-dir": "runs/RECIPE"}
-
-
-def test_the_baseline_has_the_flags_that_the_page_names():
-    text = RUNNING.partition("The baseline has only")[2].partition(".")[0]
-    assert set(re.findall(r"--[a-z-]+", text)) == flags_of("data_parallel").keys()
-
-
 def test_the_flags_that_a_resumed_run_may_change():
     text = re.search(r"These flags may change: (.*?) Any other", FAILURES, re.DOTALL)[1]
     of_all, *own = re.split(r"In the pipeline|In sharded", text)
@@ -150,8 +125,6 @@ def test_every_command_names_files_and_flags_that_are_there():
             PARSERS[found[1]].parse_args(shlex.split(found[2]))
             parsed += 1
     assert parsed >= 12
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", EVERYTHING)) - {*OTHERS.split()}
-    assert named <= set().union(*map(flags_of, RECIPES))
 
 
 def test_the_make_targets_named_exist():
@@ -168,16 +141,8 @@ def test_the_excerpt_on_the_front_page_is_of_the_file():
         assert line in lines, f"not there, or not in this order: {line}"
 
 
-def test_the_tables_of_tasks_have_all_that_make_new_has_in_its_groups():
-    group = ""
-    for first, _, linked, _, missing in rows(ADAPTING, "| group |"):
-        group = first or group
-        _, recipes, its_group = new.description(re.search(r"\[(\w+)\]", linked)[1])
-        assert its_group == group, linked
-        assert missing == ", ".join(x for x in new.RECIPES if x not in recipes), linked
-    tasks = [x for x in new.EXAMPLES if new.TRAIN in "".join(new.description(x)[0])]
-    for name in tasks:
-        assert f"[{name}](../examples/{name}.py)" in ADAPTING + PAGES["docs/data.md"], name
+def test_the_list_of_examples_is_that_of_make_new():
+    assert f"```\n{new.titles()}\n```" in ADAPTING
 
 
 def test_the_differences_shown_are_real():
@@ -259,7 +224,32 @@ def test_a_plain_script_and_the_copy_that_it_becomes_have_the_same_losses(
 
 
 @pytest.mark.slow
-def test_the_page_names_all_metrics_and_files_of_a_run(tmp_path):
+def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
+    """As the page has it. The run ends two steps after an evaluation that has changed the rate."""
+    plateau, rule = re.findall(r"^```python\n(.*?)^```$", ADAPTING, re.M | re.S)
+    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)"
+    text = project("resume") + f"\n{plateau}\n\ndef make_optimizer(model, args, total_steps):\n"
+    text += f"    {optimizer}\n    return optimizer, Plateau(optimizer)\n"
+    evaluation = '            run.metrics.write("evaluation", evaluate(run, model, test_loader))\n'
+    script = copy(
+        "ddp_cifar", tmp_path / "mine.py", *LITTLE, (evaluation, evaluation + rule), project=text
+    )
+    flags = [*SMALL, "--batch-size", 32, "--lr", 3, "--max-steps", 12, "--evaluate-every", 3]
+    flags += ["--log-every", 1, "--checkpoint-every", 2, "--output-dir"]
+    one = {"processes": 2, "script": script, "directory": tmp_path}
+    runs = [{**one, "flags": [*flags, "whole"]}, {**one, "flags": [*flags, "broken"]}]
+    runs.insert(1, {**runs[1], "env": {"ENDS": "9"}})
+    codes = [{*codes} for codes, _ in forked(runs, tmp_path)]
+    assert codes == [{0}, {7}, {0}]
+    whole, broken = (outputs(tmp_path / x) for x in ("whole", "broken"))
+    assert (whole.summary["resumed_from"], broken.summary["resumed_from"]) == (0, 8)
+    rates = [line["learning_rate"] for line in whole.train]
+    assert len({*rates[:8]}) > 1 and len({*rates}) > 2, "or it would prove nothing"
+    assert_same_training(broken, whole, 0)
+
+
+@pytest.mark.slow
+def test_the_page_names_all_metrics_and_files_of_a_run_and_uses_it(tmp_path, monkeypatch):
     script = copy("ddp_cifar", tmp_path / "mine.py", *LITTLE)
     [run] = train_forked(tmp_path, (2, script, [*SMALL, "--batch-size", 64, "--epochs", 1]))
     names = {x for row in rows(RUNNING, "| name in") for x in row[0].split(", ")}
@@ -268,6 +258,12 @@ def test_the_page_names_all_metrics_and_files_of_a_run(tmp_path):
     files = {row[0] for row in rows(RUNNING, "| file |")}
     numbered = {"step-00000002.pt", "mine.from-00000000.py"}
     assert {x.name for x in run.directory.iterdir()} - files == numbered
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = "\n".join(code(RUNNING, "Use a trained copy", "python"))
+    assert "runs/mine" in program
+    exec(program.replace("runs/mine", str(run.directory)), {})
+    assert Path("model.pt2").exists()
 
 
 RESULTS = ROOT / "benchmarks/results"
@@ -282,8 +278,7 @@ def test_the_speed_on_the_front_page_is_the_measured_one():
 
 def test_the_accuracies_on_the_front_page_are_of_runs_with_these_minutes():
     front_page = " ".join(README.split())
-    names = "accuracy/fast_cifar-0.json", "accuracy/resnet20-0.json"
-    fast, small = (json.loads((RESULTS / name).read_text()) for name in names)
+    fast, small, *_ = map(json.loads, (RESULTS / "accuracy.jsonl").read_text().splitlines())
     seconds = int(re.search(r"From launch to exit it took (\d+) seconds", MEASUREMENTS)[1])
     found = re.search(r"trained it to (.*?)%, .* in (\S+) minutes on one H200", front_page).groups()
     assert found == (f"{100 * fast['test_accuracy']:.1f}", f"{seconds / 60:.1f}")
@@ -339,10 +334,3 @@ def test_the_demo_learns_as_the_page_shows():
     given = {name: summary[name.replace("-", "_")] for name in flags}
     assert {name: str(x) for name, x in given.items()} == flags
     assert summary["lr"] == (float(flags["lr"]) if "lr" in flags else 0.1)
-
-
-def test_every_test_file_is_in_the_table_of_behaviours():
-    named = set(re.findall(r"`(test_\w+\.py)`", CONTRIBUTING))
-    assert named == {path.name for path in (ROOT / "tests").glob("test_*.py")}
-    linked = re.findall(r"\(tests/(test_\w+\.py)\)", README)
-    assert linked and set(linked) <= named

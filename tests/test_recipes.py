@@ -92,7 +92,7 @@ def test_uv_runs_a_copy_on_the_packages_that_it_lists_and_passes_signals_on(tmp_
     copy("ddp_cifar", tmp_path / "mine.py", *LITTLE)
     flags = [*SMALL, "--global-batch-size", "16", "--batch-size", "8", "--epochs", "9999"]
     ranks = ["--no-project", "--with-requirements", "mine.py"]
-    ranks += ["torchrun", "--standalone", "--nproc_per_node", "2"]
+    ranks += ["accelerate", "launch", "--config_file", str(CONFIGS[2])]
     environment = os.environ | {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}
     environment["VIRTUAL_ENV"] = sys.prefix
     begins = []

@@ -1,4 +1,4 @@
-"""Streams: the order by lane, row groups, and trainings on files behind a server that has delays and
+"""Streams: the order by lane, row groups, and trainings on files behind a server with delays and
 faults. That copies with them resume exactly: test_adapting.py."""
 
 import http.server

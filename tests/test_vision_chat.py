@@ -93,7 +93,7 @@ def processor(args):
 
 def items(processor, args, chats=CHATS):
     lines = [{"messages": messages} for messages in chats]
-    rows = [lib.image_chat.samples_with_images(processor, x, "a row", args) for x in lines]
+    rows = [lib.image_chat.samples_with_images(processor, x, args.chats, 1, args) for x in lines]
     return [*lib.image_chat.ImageChats([sample for row in rows for sample in row])]
 
 
@@ -252,9 +252,9 @@ def test_an_image_that_cannot_be_read_is_one_line_with_its_file_and_row(folder, 
     script = make(tmp_path / "mine.py", "ddp", "vision_chat")
     flags = {"--base": folder / "qwen", "--batch-size": 1, "--epochs": 1}
     flags = [script, *(x for pair in flags.items() for x in pair), "--chats"]
-    cases = {"cut.jsonl, line 3: " + f"{tmp_path}/0.png: ": [*flags, tmp_path / "cut.jsonl"]}
+    cases = {"cut.jsonl, row 2: " + f"{tmp_path}/0.png: ": [*flags, tmp_path / "cut.jsonl"]}
     assert_one_line(cases, tmp_path, (1,), IMPORTS)
-    missing = f"missing.jsonl, line 21: ValueError('{tmp_path}/no.png: No such file"
+    missing = f"missing.jsonl, row 21: ValueError('{tmp_path}/no.png: No such file"
     cases = {missing: [*flags, tmp_path / "missing.jsonl"]}
     text = [*flags, tmp_path / "cut.jsonl", "--base", tmp_path / "llama"]
     assert_one_line({**cases, "has no token for an image": text}, tmp_path, imports=IMPORTS)

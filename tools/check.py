@@ -28,13 +28,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import machine
 import plot
+import running
 import torch
-from recipe import check_names, parts
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
+from shared_block import check_names, parts
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -59,16 +59,19 @@ NO_BOUND = sys.float_info.max  # JSON has no infinity
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 # Whatever the copy says of cuBLAS's and cuDNN's precision and algorithms.
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
+ENVIRONMENT["OMP_NUM_THREADS"] = "1"  # torchrun's default: processes then divide the cores
 # Names in metrics.jsonl that are not of the training, but of the machine and the moment.
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
 FROM_THE_START = "differs at step 1"
 BY_RANK = "Equal numbers of processes train the same, others do not: data, dropout or the loss "
-BY_RANK += "depend on RANK or WORLD_SIZE, or the loss depends on the microbatches of all ranks"
+BY_RANK += "depend on RANK or WORLD_SIZE, the loss depends on the microbatches of all ranks, or "
+BY_RANK += "the forward pass updates a state, such as a codebook"
 DIVIDED = "depends on how the batch is divided (BatchNorm, dropout, negatives within a microbatch, "
 DIVIDED += 'a sum in place of a mean, a mean over tokens without "weight"): no failure'
 AFTER_A_KILL = "Only the run that was killed differs: the copy has a state that is in no checkpoint"
+AFTER_A_KILL += ", such as an attribute that the forward pass changes: make it a buffer"
 SLOW = ": if it is slow and does not hang, add --hang-timeout SECONDS"
 CAUSES = "Known causes and their remedies: docs/check.md"
 
@@ -98,7 +101,7 @@ def run_copy(task, copy, *flags):
         register_optimizer_step_pre_hook(change)
     elif task != "train":
         register_optimizer_step_post_hook(kill)
-    machine.run_script(copy, *flags)
+    running.run_script(copy, *flags)
 
 
 def train(run, output):
@@ -107,7 +110,7 @@ def train(run, output):
     for number, task in enumerate(run["tasks"], 1):
         command = [sys.executable, *TORCHRUN, run["processes"], __file__, "run", task, run["copy"]]
         command = [str(x) for x in (*command, *run["flags"], "--output-dir", output)]
-        code, lines = machine.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
+        code, lines = running.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
         text = "".join(line for _, line in lines)
         log = output.with_name(f"{output.name}.{number}.txt")
         log.write_text(text)
@@ -190,13 +193,14 @@ def judged_of(run):
     return judged, words.format(**worst) if worst else ""
 
 
-def bounds_of(differences):
-    """Return {(step, event, name): bound}, and the last step that can be judged."""
+def bounds_of(differences, least=CHANGE):
+    """Return {(step, event, name): bound}, none below `least`, and the last step that can be
+    judged."""
     largest, bounds = defaultdict(float), defaultdict(lambda: LIMIT)
     for x in differences:
         name = x["metric"]
         largest[name] = max(largest[name], x["difference"])
-        bound = max(CHANGE, MARGIN * largest[name])
+        bound = max(least, MARGIN * largest[name])
         # A metric of the copy's own that has not moved may change in jumps, as an accuracy does.
         if largest[name] <= UNMOVED and name not in SMOOTH and x["event"] != "weights":
             bound = LIMIT
@@ -307,7 +311,10 @@ class Check:
             if perturbed["reason"]:
                 perturbed["reason"] += ", in two equal runs"
                 return False
-            self.bounds, last = bounds_of(perturbed["differences"])
+            # Weights in 16 bits, which may be frozen and so not perturbed, round by more.
+            tensors = [x for x in self.values[name].values() if torch.is_tensor(x)]
+            units = [torch.finfo(x.dtype).eps / 2 for x in tensors if x.is_floating_point()]
+            self.bounds, last = bounds_of(perturbed["differences"], max(CHANGE, *units))
             judged = min(last, summary["steps"])
             self.console.print(f"perturbed: judges {judged} of {summary['steps']} steps")
             if judged == summary["steps"]:
@@ -388,7 +395,7 @@ def main():
     directory = results.with_suffix("")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    content = machine.describe(args.gpus) | {"gpus": args.gpus}
+    content = running.describe(args.gpus) | {"gpus": args.gpus}
     content |= {"runs": (runs := Check(args, directory, console).all())}
     table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "perturbed"):

@@ -24,7 +24,7 @@ from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from recipe import (
+from shared_block import (
     COPIES,
     IMPORTS,
     INFRASTRUCTURE,
@@ -50,7 +50,7 @@ from recipe import (
 RECIPES = {path.stem.removesuffix("_cifar"): path for path in (REFERENCE, *COPIES)}
 EXAMPLES = sorted({path.name.partition(".")[0] for path in ROOT.glob("examples/[a-z]*.*")})
 GROUPS = ("vision", "language", "speech", "tables", "additions")
-TRAIN = "torchrun --standalone --nproc_per_node 2 mine.py"  # of an example with a task
+TRAIN = "accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py"  # of a task
 MADE = re.compile(r"Made from (.*\))(?:\s+with\s+(.*))?\.", re.DOTALL)
 FILE = re.compile(r"'[^'\n]*\.py'|\S+\.py")
 
@@ -143,8 +143,6 @@ def parents(text):
 
 def adapted(paragraph, file_name):
     """Return a paragraph of a recipe or an example with the name of the copy."""
-    launch = r"accelerate launch --config_file \S+/(\d)gpu.yaml"
-    paragraph = re.sub(launch, r"torchrun --standalone --nproc_per_node \1", paragraph)
     return re.sub(r"recipes/\w+_cifar\.py|\bmine\.py", lambda _: file_name, paragraph)
 
 
@@ -190,15 +188,18 @@ def with_imports(own, name, recipe):
     return "\n".join(lines)
 
 
-def put_functions(text, name, recipe):
+def put_functions(text, name, recipe, before):
     """Return a copy with an example's functions in place of the recipe's, and what they need above
-    the first of them. Raise ValueError if one of these was edited, or replaced before."""
+    the first of them. Raise ValueError if one of these was edited, or is of an example `before`."""
     defined = load(name, recipe)[1]
     original, ours = definitions(RECIPES[recipe].read_text("utf-8")), definitions(text)
     if task := name.partition(".")[2]:
         original = original | load(task, recipe)[1]
     for key in sorted(defined.keys() & names(text)[0]):
         if ours.get(key, "") not in (original.get(key), defined[key]):
+            for other in before:
+                if key in load(other, recipe)[1]:
+                    raise ValueError(f"{other} and {name} both have {key}: take one task alone")
             why = f"{key} of the copy is edited, or of another example"
             raise ValueError(f"{name}.py: {why}: put in by hand what examples/{name}.py has")
     first = next((key for key in ours if key in defined and key in original), "main")
@@ -277,7 +278,7 @@ def compose(path, name, recipe, examples, adds=False, split=False):
     own, banner, block = parts(path)
     check_names(path, own, block)
     before, present = own, [*parents(own), *examples]
-    for example in examples:
+    for index, example in enumerate(examples):
         if example not in EXAMPLES:
             raise ValueError(f"there is no example {example}\n{titles()}")
         recipes = description(example)[1]
@@ -288,7 +289,7 @@ def compose(path, name, recipe, examples, adds=False, split=False):
         if tasks and not named:
             raise ValueError(f"{example} is for {', '.join(tasks)}: name it behind one of these")
         for part in (example, *(f"{example}.{task}" for task in named)):
-            own = put_functions(own, part, recipe)
+            own = put_functions(own, part, recipe, tuple(examples[:index]))
             own = apply(own, source(part, "diff", recipe), part)
             own = with_imports(own, part, recipe)
     if not adds:

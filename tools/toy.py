@@ -297,7 +297,7 @@ def captions(folder):
         rows.append({"image": f"{index}.png", "caption": caption})
     write_json_lines(folder / "captions/captions.jsonl", rows)
     files = [{"bytes": (folder / "captions" / row["image"]).read_bytes()} for row in rows]
-    rows = [{"image": file, "text": row["caption"]} for file, row in zip(files, rows, strict=True)]
+    rows = [row | {"image": file} for file, row in zip(files, rows, strict=True)]
     write_parquet(folder / "captions", rows)
     clip(folder)
 

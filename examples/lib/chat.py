@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ddp_cifar import RANK, exit_with_error, log_line
-from lib.json_lines import read_lines
+from lib.rows import divided
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
 REASONING = "reasoning_content", "reasoning", "thinking"  # its names in a message
@@ -31,6 +31,7 @@ def add_chat_flags(parser):
     parser.add_argument("--base-dtype", help="bfloat16: with lora (float32)", **precisions)
     parser.add_argument("--chat-template", metavar="PATH", help="(that of --base)")
     parser.add_argument("--length", type=int, default=1024, help="most tokens of a chat (1024)")
+    parser.add_argument("--test", help="other rows for the test (the last tenth)")
     parser.set_defaults(clip_norm=1.0)
 
 
@@ -97,21 +98,25 @@ def targets_of_an_answer(tokenizer):
     return [token for token in targets if tokenizer.decode(token).strip()]
 
 
-def read_chats(path, args, form, make_samples):
-    """Return `make_samples` of all lines of JSON: a list for training, and one of the last tenth of
-    the lines, for the test. Lines without samples are left out. Exit with an error if a line has
-    not this form, or if the chat template does not take it."""
-    lines = read_lines(path, path, form, make_samples)
-    kept = [samples for samples in lines if samples]
-    found = f"{path}: {len(kept)} of {len(lines)} lines have an answer within --length"
-    train, test = kept[: len(kept) * 9 // 10], kept[len(kept) * 9 // 10 :]
+def read_chats(source, args, samples_of_rows):
+    """Return the samples of a source for training, and those of --test, or of the last tenth of its
+    rows, for the test. `samples_of_rows` of a source returns a list for each row: rows without
+    samples are left out."""
+
+    def read(source):
+        rows = samples_of_rows(source)
+        kept = [samples for samples in rows if samples]
+        if len(kept) < len(rows):
+            found = f"{source}: {len(kept)} of {len(rows)} rows have an answer within --length"
+            note(f"{found}, the others are left out")
+        return kept
+
+    train, test = divided(read, source, args.test)
     if len(train) < args.global_batch_size:
-        exit_with_error(f"{found}: the training set does not fill one batch")
-    if len(kept) < len(lines):
-        note(f"{found}, the others are left out")
+        exit_with_error(f"{source}: {len(train)} rows for training do not fill one batch")
     if TARGETS["within"] < TARGETS["all"]:
         share = 1 - TARGETS["within"] / TARGETS["all"]
-        note(f"{path}: --length cuts off {share:.2%} of the tokens of answers")
+        note(f"{source}: --length cuts off {share:.2%} of the tokens of answers")
     return [[sample for samples in part for sample in samples] for part in (train, test)]
 
 

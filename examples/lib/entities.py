@@ -4,6 +4,8 @@
 import re
 from functools import lru_cache
 
+from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+
 from ddp_cifar import exit_with_error
 from lib.rows import list_of_texts, read_rows
 
@@ -63,32 +65,14 @@ def labelled_tokens(tokenizer, path, config, args):
     return samples
 
 
-def entities(tags):
-    """Return {(first, end, type)} of the entities in a sentence's tags, such as B-PER, I-PER and O,
-    by the rules of conlleval (Tjong Kim Sang and De Meulder 2003, arXiv:cs/0306050): an I- behind
-    another type, or behind O, begins an entity, too."""
-    found, first, last = set(), None, "O"
-    for index, tag in enumerate([*tags, "O"]):
-        begins = tag != "O" and (tag[0] in "BS" or last[0] in "ESO" or tag[1:] != last[1:])
-        if first is not None and (begins or tag == "O"):
-            found.add((first, index, last[2:]))
-            first = None
-        first = index if begins else first
-        last = tag
-    return found
-
-
 def entity_scores(sentences):
-    """Return precision, recall and F1 of entities, over all pairs of true and predicted tags, or {}
-    if a tag is not of an entity."""
-    hits = true = predicted = 0
-    for tags, found in sentences:
-        if not all(re.fullmatch("O|[BIES]-.+", tag) for tag in (*tags, *found)):
-            return {}
-        both = entities(tags), entities(found)
-        hits += len(both[0] & both[1])
-        true += len(both[0])
-        predicted += len(both[1])
-    precision, recall = hits / max(predicted, 1), hits / max(true, 1)
-    f1 = 2 * hits / max(true + predicted, 1)
-    return {"precision": precision, "recall": recall, "f1": f1}
+    """Return precision, recall and F1 of entities, over all pairs of true and predicted tags, by
+    the rules of conlleval (Tjong Kim Sang and De Meulder 2003, arXiv:cs/0306050), or {} if a tag is
+    not of an entity."""
+    truth, found = (list(tags) for tags in zip(*sentences, strict=True))
+    tags = {tag for sentence in (*truth, *found) for tag in sentence}
+    if not all(re.fullmatch("O|[BIES]-.+", tag) for tag in tags):
+        return {}
+    options = {"average": "micro", "zero_division": 0}
+    scores = precision_recall_fscore_support(truth, found, **options)
+    return dict(zip(("precision", "recall", "f1"), map(float, scores[:3]), strict=True))

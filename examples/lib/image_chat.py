@@ -2,6 +2,7 @@
 """Conversations with images, by the chat template of a pretrained model's processor."""
 
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoProcessor
 from ddp_cifar import exit_with_error
 from lib.chat import Chat, answers_in, chat_tokenizer, read_chats, tokens_in
 from lib.images import read_image, stored_size
+from lib.rows import Stored, read_lines
 
 PLACE = "<image>"  # of an image in a text, if "images" beside the messages has its name
 IMAGE = {"type": "image"}
@@ -29,6 +31,8 @@ def chat_processor(args, accelerator):
 
 def name_of(image):
     """Return the file of an image in any form that data sets have, or None if it has no name."""
+    if isinstance(image, Stored):
+        return image
     if isinstance(image, dict):
         keys = ("image", "path", "url", "image_url")
         return name_of(next((image[key] for key in keys if image.get(key)), None))
@@ -91,18 +95,15 @@ def read_image_chats(processor, args):
     """Return the samples of --chats, a list for training and one for the test, of which each line
     has the same as those of `samples_with_images`."""
 
-    def names():
-        with open(args.chats, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{args.chats}, line {number}"
+    def read(source):
+        def samples(row):
+            return samples_with_images(processor, row, source, next(number), args)
 
-    def samples(line):
-        return samples_with_images(processor, line, next(name), args)
+        number = count(1)
+        form = '{"messages": [{"role": ..., "content": ...}, ...], "images": ["1.jpg", ...]}'
+        return read_lines(source, form, samples)
 
-    name = names()
-    form = '{"messages": [{"role": ..., "content": ...}, ...], "images": ["1.jpg", ...]}'
-    return read_chats(args.chats, args, form, samples)
+    return read_chats(args.chats, args, read)
 
 
 @cache
@@ -112,12 +113,13 @@ def tokens_of_image(processor, size):
     return len(processor(text=[text], images=[[image]], add_special_tokens=False)["input_ids"][0])
 
 
-def samples_with_images(processor, line, named, args):
-    """Return the samples of a line of --chats, which is called `named` if an image cannot be read:
-    (text, [(begin, end) of an answer in it], [path of an image], name, number of tokens)."""
-    messages, names = with_images(line)
-    paths = [Path(args.chats).parent / name for name in names]
-    chat = ImageChat(processor.tokenizer, messages, line.get("tools"))
+def samples_with_images(processor, row, source, number, args):
+    """Return the samples of a row with this number: (text, [(begin, end) of an answer in it], [path
+    of an image, or what is `Stored`], the row's name, number of tokens)."""
+    messages, names = with_images(row)
+    folder = Path(source).parent
+    paths = [name if isinstance(name, Stored) else folder / name for name in names]
+    chat = ImageChat(processor.tokenizer, messages, row.get("tools"))
     found = chat.samples(answers_in(messages))
     if (places := chat.text().count(processor.image_token)) != len(paths):
         raise ValueError(f"the chat template writes {places} images, not {len(paths)}")
@@ -132,7 +134,7 @@ def samples_with_images(processor, line, named, args):
         tokens += sum(tokens_of_image(processor, size) - 1 for size in sizes[:own])
         if tokens > args.length:
             raise ValueError(f"it has {tokens} tokens, with those of images: more than --length")
-        samples.append((text, spans, paths[:own], named, tokens))
+        samples.append((text, spans, paths[:own], f"{source}, row {number}", tokens))
     return samples
 
 

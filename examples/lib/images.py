@@ -10,7 +10,8 @@ from ddp_cifar import RANK, exit_with_error, log_line
 
 
 def read_image(file, name=None):
-    """Return an image of a path, or of an open file that is called `name`, as PIL's in RGB."""
+    """Return an image as PIL's in RGB: of a path, of an open file that is called `name`, or of what
+    a row of a dataset has `Stored`."""
     image = read_pixels(file, name)
     check_depth(image, name or file)
     if image.has_transparency_data:  # what is drawn in black on nothing would be all black
@@ -47,7 +48,7 @@ def check_depth(image, name):
 
 def exit_if_missing(paths, named):
     """Exit with an error if a file is missing: a training would find it after hours."""
-    if missing := [path for path in paths if not path.exists()]:
+    if missing := [x for x in paths if isinstance(x, Path) and not x.exists()]:
         exit_with_error(f"{named}: {missing[0]} is missing ({len(missing)} files in all)")
 
 
@@ -61,7 +62,7 @@ def read_pixels(file, name=None):
 def opened(file, name=None):
     """Open an image of PIL. Name it in an error."""
     try:
-        with Image.open(file) as image:
+        with Image.open(file.file() if hasattr(file, "file") else file) as image:
             yield image
     except Exception as error:  # PIL raises many types
         reason = getattr(error, "strerror", None) or error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries with documents that are relevant or not, and how well scores rank these."""
 
-import math
 from collections import defaultdict
 
 import torch
+from sklearn.metrics import ndcg_score
 from torch.utils.data import Dataset
 
 from ddp_cifar import exit_with_error
@@ -46,22 +46,18 @@ class WithNegatives(Dataset):
 
 
 def ranking_scores(rows):
-    """Return the means of NDCG@10 (Jarvelin and Kekalainen 2002) and of the reciprocal rank of the
-    first relevant document, over all queries that have one. `rows` are (query, label, score). Of
-    equal scores the less relevant document ranks first."""
+    """Return the means of NDCG@10 (Jarvelin and Kekalainen 2002), and of the reciprocal rank of the
+    first relevant document, over all queries that have one and another document. `rows` are
+    (query, label, score). Of equal scores NDCG takes the mean of all orders; for the reciprocal
+    rank the less relevant document ranks first."""
     documents = defaultdict(list)
     for query, label, score in rows:
-        documents[query].append((-score, label))
+        documents[query].append((score, label))
     gains, ranks = [], []
     for ranked in documents.values():
-        labels = [label for _, label in sorted(ranked)]
-        if any(labels):
-            gains.append(discounted(labels) / discounted(sorted(labels, reverse=True)))
+        scores, labels = zip(*sorted(ranked, key=lambda x: (-x[0], x[1])), strict=True)
+        if any(labels) and len(labels) > 1:
+            gains.append(float(ndcg_score([labels], [scores], k=10)))
             ranks.append(1 / (1 + next(i for i, label in enumerate(labels) if label)))
     queries = max(len(ranks), 1)
     return {"ndcg_at_10": sum(gains) / queries, "mrr": sum(ranks) / queries}
-
-
-def discounted(labels):
-    """Return the sum of the first ten labels, each divided by log2(1 + its rank)."""
-    return sum(label / math.log2(2 + index) for index, label in enumerate(labels[:10]))

@@ -1,25 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with named columns: of JSON lines, CSV or Parquet files."""
+"""Rows with named columns: of JSON lines, CSV or Parquet files, or of the `datasets` library."""
 
 import csv
 import gzip
+import io
 import json
-from functools import lru_cache
+import re
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
-from ddp_cifar import exit_with_error
+from ddp_cifar import RANK, exit_with_error, log_line
+
+DATASET = re.compile(r"([^:@]+)(?:@([^:]+))?(?::([^:\[]+))?:(\w[^:\[]*(?:\[.*)?)")
+SOURCES = "a file, a folder of save_to_disk, or NAME[@REVISION][:CONFIG]:SPLIT of the Hub"
 
 
-def parsed_rows(path):
-    """Yield {name: value} for each row of a file, whose kind is its ending. Raise ValueError if a
-    row of CSV has more fields than columns: a comma in a text without quotes."""
-    if path.endswith(".parquet"):
+def is_dataset(source):
+    """Return whether a source is one of the `datasets` library, not a file."""
+    named = DATASET.fullmatch(str(source)) and not Path(source).exists()
+    return bool(named) or Path(source).is_dir()
+
+
+@cache
+def dataset_of(source):
+    """Return the Dataset of a source: a folder that `save_to_disk` has written, or
+    NAME[@REVISION][:CONFIG]:SPLIT, where NAME is on the Hub, or a folder of files. Its rows stay on
+    the disk. Images and sounds are not decoded. Raise OSError if there is none."""
+    import datasets  # needed for these alone
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # without a network, each rank would print each try
+    if RANK:
+        datasets.disable_progress_bars()
+    try:
+        if Path(source).is_dir():
+            rows = datasets.load_from_disk(source)
+        else:
+            if RANK == 0:
+                log_line(f"loading {source}")
+            name, revision, config, split = DATASET.fullmatch(source).groups()
+            rows = datasets.load_dataset(name, config, revision=revision, split=split)
+    except Exception as error:  # many types
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        raise OSError(f"{reason:.300}. Name {SOURCES}") from None
+    if isinstance(rows, dict):
+        raise OSError(f"name the folder of a split: {', '.join(f'{source}/{x}' for x in rows)}")
+    for name, feature in rows.features.items():
+        one = getattr(feature, "feature", feature)  # of a list, its elements
+        if isinstance(one, datasets.Image | datasets.Audio):
+            one.decode = False
+            rows.info.features[name] = feature
+    return rows
+
+
+class Stored(NamedTuple):
+    """An image or a sound in a row of a dataset. It stays on the disk."""
+
+    source: str
+    index: int
+    column: str
+    place: int | None = None  # in a list
+
+    def __str__(self):
+        return f"{self.source}, row {self.index + 1}"
+
+    def file(self):
+        """Return an open file, or the path of one. Raise OSError if there is none."""
+        value = dataset_of(self.source)[self.index][self.column]
+        value = value if self.place is None else value[self.place]
+        if value is None:
+            raise OSError(f"{self.column} is missing")
+        return io.BytesIO(value["bytes"]) if value["bytes"] else value["path"]
+
+
+@cache
+def located(folder):
+    """Return a function that converts a value of a row: the name of a file, into its path from this
+    folder. What is `Stored` stays so."""
+
+    def path(value):
+        return value if isinstance(value, Stored) else Path(folder, nonempty_text(value))
+
+    return path
+
+
+def dataset_rows(source):
+    """Yield the rows of a dataset. Classes have their names, or None in place of -1; images and
+    sounds are `Stored`."""
+    import datasets
+
+    rows = dataset_of(source)
+    features = rows.features
+    one = {name: getattr(x, "feature", x) for name, x in features.items()}
+    classes = {name: x.names for name, x in one.items() if isinstance(x, datasets.ClassLabel)}
+    media = [name for name, x in one.items() if isinstance(x, datasets.Image | datasets.Audio)]
+    alone = [name for name in media if one[name] is features[name]]
+    lists = {*media} - {*alone}
+
+    def named(value, names):
+        if isinstance(value, list):
+            return [named(x, names) for x in value]
+        return None if value in (None, -1) else names[value]
+
+    for index, row in enumerate(rows.remove_columns(alone)):
+        row |= {name: named(row[name], names) for name, names in classes.items()}
+        row |= {name: Stored(source, index, name) for name in alone}
+        for name in lists:
+            row[name] = [Stored(source, index, name, i) for i in range(len(row[name] or []))]
+        yield row
+
+
+def source_key(source):
+    """Return a text that is another one when the rows of a source are: the size and the time of a
+    file, or the fingerprint of a dataset, into which its revision and its split have gone."""
+    if is_dataset(source):
+        return dataset_of(source)._fingerprint
+    file = Path(source).stat()
+    return f"{file.st_size} {file.st_mtime_ns}"
+
+
+def parsed_rows(source):
+    """Yield {name: value} for each row of a dataset, or of a file, whose kind is its ending. Raise
+    ValueError if a row of CSV has more fields than columns: a comma in a text without quotes."""
+    source = str(source)
+    if is_dataset(source):
+        yield from dataset_rows(source)
+        return
+    if source.endswith(".parquet"):
         from pyarrow.parquet import read_table  # needed for these files alone
 
-        yield from read_table(path).to_pylist()
+        yield from read_table(source).to_pylist()
         return
-    name = path.removesuffix(".gz")
-    opened = gzip.open if name != path else open
-    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:  # with or without a BOM
+    name = source.removesuffix(".gz")
+    opened = gzip.open if name != source else open
+    with opened(source, "rt", encoding="utf-8-sig", newline="") as file:  # with or without a BOM
         if not name.endswith((".csv", ".tsv")):
             yield from (json.loads(line) for line in file if line.strip())
             return
@@ -29,23 +144,62 @@ def parsed_rows(path):
             yield row
 
 
-@lru_cache(4)  # the names of classes come from the training set, which several functions read
-def read_rows(path, *columns):
-    """Return a tuple of values for each row of a file. `columns` are pairs: a name, and a function
-    that converts a value, or raises ValueError. Exit with an error that names the row if a value is
-    missing or wrong."""
-    rows = []
+def read_lines(source, form, make):
+    """Return `make` of each row of a source. Exit with an error that names the row if one has not
+    this form, if there is none, or if the source cannot be read."""
+    made = []
     try:
-        for row in parsed_rows(path):
-            rows.append(tuple(convert(row[name]) for name, convert in columns))
+        for row in parsed_rows(source):
+            made.append(make(row))
+    except FileNotFoundError:
+        exit_with_error(f"{source}: no such file. Name {SOURCES}")
     except OSError as error:
-        exit_with_error(f"cannot read {path}: {error}")
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        names = ", ".join(name for name, _ in columns)
-        exit_with_error(f"{path}, row {len(rows) + 1}: {error!r:.200}. Each row needs {names}")
-    if not rows:
-        exit_with_error(f"{path} has no rows")
-    return rows
+        exit_with_error(f"{source}: {error.strerror or error}")
+    except Exception as error:  # chat templates raise many types
+        has = f"; it has {', '.join(row)}" if isinstance(error, KeyError) else ""
+        found = f"{source}, row {len(made) + 1}: {error!r:.200}"
+        exit_with_error(f"{found}. Each row needs {form}{has}")
+    if not made:
+        exit_with_error(f"{source} has no rows")
+    return made
+
+
+@lru_cache(4)  # the names of classes come from the training set, which several functions read
+def read_rows(source, *columns):
+    """Return a tuple of values for each row of a source. `columns` are pairs: a name, and a
+    function that converts a value, or raises ValueError. Exit with an error as `read_lines` does.
+    """
+
+    def values(row):
+        return tuple(convert(row[name]) for name, convert in columns)
+
+    return read_lines(source, ", ".join(name for name, _ in columns), values)
+
+
+def divided(read, source, test):
+    """Return what `read` makes of two sources: lists for training and for the test. Without a
+    `test` that is the last tenth."""
+    rows = read(source)
+    if test:
+        return rows, read(test)
+    count = len(rows) * 9 // 10
+    return rows[:count], rows[count:]
+
+
+def read_texts(source, *names, more=None):
+    """Return a tuple of the texts with these names for each row, and of those whose name begins
+    with `more`. Exit with an error unless all rows have them."""
+    in_first_row = []
+
+    def texts(row):
+        begun = [name for name in row if more and name.startswith(more)]
+        optional = sorted(name for name in begun if row[name] is not None)
+        in_first_row.append(optional)
+        if optional != in_first_row[0]:
+            raise ValueError(f"it has {optional}, the first row {in_first_row[0]}")
+        return tuple(nonempty_text(row[name]) for name in (*names, *optional))
+
+    return read_lines(source, ", ".join(names), texts)
 
 
 def nonempty_text(value):
@@ -55,6 +209,8 @@ def nonempty_text(value):
 
 
 def class_name(value):
+    if value is None:
+        raise ValueError("it has no label, as in test sets of competitions")
     if isinstance(value, str):
         value = value.strip()
     if not isinstance(value, str | int) or value == "":
@@ -63,7 +219,8 @@ def class_name(value):
 
 
 def list_of_texts(value):
-    """Return a list of strings, also of integers, as the `datasets` library writes classes."""
-    if not isinstance(value, list) or not all(isinstance(x, str | int) for x in value):
+    if isinstance(value, list) and any(isinstance(x, int) for x in value):
+        raise ValueError(f"{value!r:.80} are numbers without names: name the dataset, not its file")
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         raise ValueError(f"{value!r} is not a list of strings")
-    return [*map(str, value)]
+    return value

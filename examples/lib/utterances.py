@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from rapidfuzz.distance import Levenshtein
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -120,17 +121,6 @@ def pad_utterances(batch):
     return *pairs[0], *pairs[1]
 
 
-def edits(one, other):
-    """Return the least number of insertions, deletions and replacements from one sequence to
-    another (Levenshtein 1966)."""
-    row = [*range(len(other) + 1)]
-    for i, x in enumerate(one):
-        last, row[0] = row[0], i + 1
-        for j, y in enumerate(other):
-            last, row[j + 1] = row[j + 1], min(last + (x != y), row[j] + 1, row[j + 1] + 1)
-    return row[-1]
-
-
 def text_of(outputs, characters):
     """Return the text of the outputs with the highest scores, (T,) int64, by greedy decoding."""
     return "".join(characters[i - 1] for i in outputs.unique_consecutive().tolist() if i)
@@ -149,9 +139,11 @@ def wrong_and_all(best, lengths, texts, sizes, characters):
 
 
 def count_errors(truth, found):
-    """Return (B, 4) int64: a text's wrong words, all words, wrong characters, and all."""
+    """Return (B, 4) int64: a text's wrong words, all words, wrong characters, and all. Wrong are
+    insertions, deletions and replacements (Levenshtein 1966)."""
     rows = []
     for text, other in zip(truth, found, strict=True):
         words = text.split()
-        rows.append([edits(words, other.split()), len(words), edits(text, other), len(text)])
+        wrong = Levenshtein.distance(words, other.split()), Levenshtein.distance(text, other)
+        rows.append([wrong[0], len(words), wrong[1], len(text)])
     return torch.tensor(rows)

@@ -26,6 +26,7 @@ Do not edit it: `make sync COPY=` with this file replaces it by the newest one.\
 END = '\n\nif __name__ == "__main__":'
 BANNER = re.compile(r"^# =+ shared infrastructure\b.*\n", re.MULTILINE)
 METADATA = re.compile(r"^# /// script\n((?:#(?: .*)?\n)+?)# ///\n", re.MULTILINE)
+OTHER_NAMES = {"PIL": "torchvision", "sklearn": "scikit_learn"}
 LISTED = re.compile(r'^dependencies = \[(?:[^]"#]|"[^"]*")*\]', re.MULTILINE)
 IMPORTS = (ast.Import, ast.ImportFrom)
 OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
@@ -203,8 +204,8 @@ def with_metadata(own):
     nodes = [*ast.walk(parsed(own)), *ast.walk(parsed(infrastructure()))]
     used = [name for x in nodes if isinstance(x, IMPORTS) for name in imported(x).values()]
     used = {name.partition(".")[0] for name in used}
-    if "PIL" in used:  # it comes with torchvision, with which transformers reads images
-        used.add("torchvision")
+    # PIL comes with torchvision, with which transformers reads images.
+    used |= {other for name, other in OTHER_NAMES.items() if name in used}
     used -= {*map(module_of, listed)}
     lacking = [known[name] for name in known if name in used]
     if not lacking:

@@ -1,0 +1,249 @@
+"""Change one thing of the recipes and tools at a time, and see which test notices: `make mutants`.
+
+    python tests/mutants.py  # a sample of 200, in a clone of the last commit
+    python tests/mutants.py --only Checkpoints --only tools/check.py --sample 9999
+
+A mutant is a file with a statement deleted, a condition always or never true, one operand of `and`
+or `or` dropped, one keyword argument dropped, one arm of a conditional expression, `<` for `<=`,
+or a `suppress` of nothing. SMOKE runs first, then the files that TESTS names, until a test fails.
+The results go into runs/mutants.jsonl. A later run takes up those of functions that have not
+changed. A survivor that mutants.txt does not list, with its reason, is an error.
+"""
+
+import argparse
+import ast
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
+FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
+FILES += [f"tools/{name}.py" for name in ("check", "new", "recipe", "sync", "weights")]
+SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
+# The test files that reach a function of this name, class or file, the quickest first. The others
+# are those of `recipes`.
+TESTS = {
+    "recipes": "errors own_mistakes training checkpoints resume interruption",
+    "Checkpoints": "checkpoints resume sharded own_mistakes",
+    "save": "checkpoints own_mistakes hangs",
+    "Watcher": "interruption hangs",
+    "report": "hangs",
+    "identify": "hangs",
+    "exit_if_ranks_differ": "ranks checkpoints",
+    "broadcast_state": "checkpoints resume sharded",
+    "lock_output_directory": "interruption checkpoints tracker_and_weights",
+    "choose_device": "launch devices configs",
+    "join_process_group": "launch ranks interruption configs elastic",
+    "make_accelerator": "launch training tracker_and_weights configs",
+    "exit_if_config_is_ignored": "launch",
+    "load_weights": "errors own_mistakes tracker_and_weights",
+    "fitting": "errors tracker_and_weights",
+    "SeededSamples": "data training own_mistakes recipes",
+    "make_reproducible": "own_mistakes data training",
+    "recipes/amp_cifar.py": "amp checkpoints training tokens",
+    "recipes/pipeline_cifar.py": "pipeline own_mistakes resume errors",
+    "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
+    "tools/check.py": "check",
+    "tools/new.py": "new",
+    "tools/shared_block.py": "sync new",
+    "tools/sync.py": "sync",
+    "tools/weights.py": "sharded tracker_and_weights",
+}
+
+
+def mutants(text):
+    """Yield (function with its classes, its text, what is changed, text of the mutated file)."""
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def span(node):
+        lines = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        return [starts[line - 1] + column for line, column in lines]
+
+    data = text.encode()
+
+    def cut(begin, end, new=""):
+        return (data[:begin] + new.encode() + data[end:]).decode()
+
+    def visit(node, names, function):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [*names, node.name]
+            is_method = isinstance(node, ast.FunctionDef)
+            function = ast.get_source_segment(text, node) if is_method else function
+        elif function:
+            for operator, mutated in changes(node, span, cut):
+                code = " ".join(ast.unparse(node).split())[:60]
+                yield ".".join(names), function, f"{operator}: {code}", mutated
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.JoinedStr):  # of whose parts Python 3.11 knows no place
+                yield from visit(child, names, function)
+
+    yield from visit(ast.parse(text), [], "")
+
+
+def changes(node, span, cut):
+    """Yield (operator, text of the file) for what can be changed of one node."""
+    parts = [ast.unparse(x) for x in getattr(node, "values", ())]
+    match node:
+        case ast.Expr(value=ast.Constant() | ast.Yield() | ast.YieldFrom()):
+            pass  # a docstring, or what makes the function a generator
+        case ast.Expr() | ast.AugAssign():
+            yield "delete", cut(*span(node), "pass")
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            yield "delete", cut(*span(node), "pass")
+        case ast.If():
+            for operator, value in (("never", "False"), ("always", "True")):
+                yield operator, cut(*span(node.test), value)
+        case ast.IfExp():
+            for operator, arm in (("then", node.body), ("else", node.orelse)):
+                yield operator, cut(*span(node), f"({ast.unparse(arm)})")
+        case ast.BoolOp():
+            word = " and " if isinstance(node.op, ast.And) else " or "
+            for index, part in enumerate(parts):
+                rest = word.join(f"({x})" for x in parts[:index] + parts[index + 1 :])
+                yield f"without {part[:30]}", cut(*span(node), f"({rest})")
+        case ast.Call():
+            for keyword in filter(lambda x: x.arg, node.keywords):
+                less = [x for x in node.keywords if x is not keyword]
+                call = ast.unparse(ast.Call(node.func, node.args, less))
+                yield f"without {keyword.arg}", cut(*span(node), call)
+        case ast.Compare(ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE() as sign]):
+            other = {"Lt": "<=", "LtE": "<", "Gt": ">=", "GtE": ">"}[type(sign).__name__]
+            yield other, cut(span(node.left)[1], span(node.comparators[0])[0], f" {other} ")
+        case ast.withitem(context_expr=ast.Call(func=ast.Name("suppress")) as call):
+            yield "suppress nothing", cut(*span(call), "suppress()")
+
+
+def listed(only):
+    """Return {name: (path, mutated text, digest of the function)}; a function that an earlier file
+    has, too, is left out."""
+    found, seen = {}, set()
+    for path in FILES:
+        functions = set()
+        show = ["git", "-C", ROOT, "show", f"HEAD:{path}"]
+        text = subprocess.run(show, check=True, capture_output=True, text=True).stdout
+        for name, function, change, mutated in mutants(text):
+            functions.add(function)
+            key = f"{path} {name} {change}"
+            while key in found:
+                key += " (again)"
+            wanted = not only or any(x in (path, *name.split(".")) for x in only)
+            if function not in seen and wanted:
+                found[key] = path, mutated, hashlib.sha256(function.encode()).hexdigest()[:12]
+        seen |= functions
+    return found
+
+
+def tests_of(key):
+    """Return the tests of a mutant: the quickest first, then those of its function."""
+    path, name, *_ = key.split(" ")
+    smoke = SMOKE[path.partition("/")[0]]
+    names = *name.split(".")[::-1], path, "recipes"
+    chosen = next(TESTS[x] for x in names if x in TESTS)
+    return list(dict.fromkeys([smoke, *chosen.split()]))
+
+
+def failed(clone, test, limit):
+    """Return the first test of a file that fails, "hung", or None; in a fork of this process, which
+    has imported what the tests import, in a group of its own."""
+    file, _, name = test.partition("::")
+    words = [f"tests/test_{file}.py", *(["-k", name] if name else []), "--basetemp", f"{clone}/tmp"]
+    words += ["-qx", "-m", "not twin and not cluster", "-p", "no:cacheprovider"]
+    words += ["--deselect", "tests/test_sync.py::test_the_block_that_is_compared_is_the_whole"]
+    with tempfile.TemporaryFile("w+") as output:
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            os.chdir(clone)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            for module in ("conftest", "processes"):
+                del sys.modules[module]
+            os._exit(pytest.main(words))
+        end = time.monotonic() + limit
+        while (result := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.1)
+        if result[0] == 0:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        output.seek(0)
+        found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output.read(), re.MULTILINE)
+    if result[0] == 0:
+        return "hung"
+    return None if result[1] == 0 else (found or [test])[0]
+
+
+def examine(clone, key, path, mutated, limit):
+    """Return what notices a mutant: the name of a test, "hung", "make sync", or None."""
+    (clone / path).write_text(mutated)
+    if subprocess.run([sys.executable, "tools/sync.py"], cwd=clone, capture_output=True).returncode:
+        return "make sync"
+    return next(filter(None, (failed(clone, test, limit) for test in tests_of(key))), None)
+
+
+def run(chosen, found, known, limit):
+    """Examine the chosen mutants that are not known, in a clone, and note the results."""
+    with tempfile.TemporaryDirectory() as temporary, RESULTS.open("a", buffering=1) as file:
+        clone = Path(temporary, "clone")
+        subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
+        (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
+        sys.dont_write_bytecode = True
+        sys.path[0] = str(clone / "tests")
+        server = importlib.import_module("conftest").fork_server()
+        for key in chosen:
+            path, mutated, function = found[key]
+            if (key, function) in known:
+                continue
+            began = time.monotonic()
+            seen = known[key, function] = examine(clone, key, path, mutated, limit)
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.kill()
+            subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
+            seconds = round(time.monotonic() - began)
+            line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
+            file.write(json.dumps(line) + "\n")
+            print(f"{seen or 'SURVIVED'}: {key}, {seconds} s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
+    parser.add_argument("--sample", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one test file")
+    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
+    args = parser.parse_args()
+    found = listed(args.only)
+    chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
+    print(f"{len(chosen)} of {len(found)} mutants", flush=True)
+    if args.list:
+        sys.exit("\n".join(chosen))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.touch()
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    known = {(line["mutant"], line["function"]): line["seen"] for line in lines}
+    run(chosen, found, known, args.limit)
+    reasons = dict(x.split(" | ") for x in ACCEPTED.read_text().splitlines())
+    survivors = [key for key in chosen if known[key, found[key][2]] is None]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} are seen")
+    print(dict(Counter(reasons.get(key, "not listed") for key in survivors)))
+    sys.exit("\n".join(key for key in survivors if key not in reasons))
+
+
+if __name__ == "__main__":
+    main()
