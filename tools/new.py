@@ -71,6 +71,11 @@ def description(name):
     return paragraphs, recipes.split(", "), group
 
 
+def tasks_of(addition):
+    """Return the tasks that it has functions for, or none if it is for all."""
+    return sorted(path.name.split(".")[1] for path in ROOT.glob(f"examples/{addition}.*.py"))
+
+
 def titles():
     """Return the examples of each group, each with its first line, and the recipes."""
     width = max(map(len, EXAMPLES)) + 2
@@ -284,7 +289,7 @@ def compose(path, name, recipe, examples, adds=False, split=False):
         recipes = description(example)[1]
         if recipe not in recipes:
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
-        tasks = sorted(x.name.split(".")[1] for x in ROOT.glob(f"examples/{example}.*.py"))
+        tasks = tasks_of(example)
         named = [task for task in tasks if task in present]
         if tasks and not named:
             raise ValueError(f"{example} is for {', '.join(tasks)}: name it behind one of these")

@@ -62,6 +62,8 @@ class ByLane(Dataset):
 
     def place(self, position):
         """Return the lane, the group and the index of the sample at a position of the epoch."""
+        if position >= len(self):
+            raise IndexError(position)  # an iteration ends with it
         epoch = self.epoch.item()
         turn, rest = divmod(position, self.lanes * self.block)
         lane, number = divmod(rest, self.block)
