@@ -32,7 +32,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
 FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
-FILES += [f"tools/{name}.py" for name in ("check", "new", "recipe", "sync", "weights")]
+FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync", "weights")]
 SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
 # The test files that reach a function of this name, class or file, the quickest first. The others
 # are those of `recipes`.

@@ -135,6 +135,7 @@ def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
 def test_a_first_step_that_compiles_may_take_longer_than_the_timeout(stalled):
     (codes, output), _ = stalled["compiles"]
     assert codes == [0, 0] and ": error: " not in output, output
+    assert "in loss_that_compiles\n" not in output, "the set-up's timer prints no stack of a step"
 
 
 def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):
