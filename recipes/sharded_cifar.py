@@ -484,8 +484,9 @@ def write_shards(checkpoints, shards, folder):
     """Write each rank's shards to the disk. Return {file name: checksum} of all ranks' files, or
     raise an error on all ranks."""
     if RANK == 0:
-        for unfinished in folder.parent.glob("*.tmp/"):  # a killed run may have left one
-            shutil.rmtree(unfinished)
+        for unfinished in folder.parent.glob("step-*.tmp"):  # a killed run may have left one
+            if re.fullmatch(r"step-\d{8}(\.deleted)?\.tmp", unfinished.name):
+                shutil.rmtree(unfinished, ignore_errors=True)  # a link stays
         folder.mkdir()  # torch would also make the output directory anew
     utils.wait_for_everyone()
     files = number_files(shards)  # torch uses rank 0's on all ranks: it has most rows
@@ -631,7 +632,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 9aafd0751173: identical in all recipes, edit only above it
+# ================= shared infrastructure 8c3619707cbb: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -668,6 +669,8 @@ class Run:
         lock_output_directory(self.directory)
         faulthandler.dump_traceback_later(args.hang_timeout)  # until the Watcher looks for hangs
         exit_if_config_is_ignored(precision)
+        # By default in /tmp, where it belongs to whoever makes it first.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{torch.hub.get_dir()}/inductor")
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
@@ -709,7 +712,8 @@ class Run:
         self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
-            shutil.copyfile(SCRIPT, self.directory / f"{RECIPE}.from-{self.step:08}.py")
+            path = self.directory / f"{RECIPE}.from-{self.step:08}.py"
+            replace_file(path, partial(shutil.copyfile, SCRIPT))
         before_first_step()
         if checkpoint:
             self.checkpoints.load(checkpoint["states"])
@@ -918,9 +922,9 @@ class Metrics:
         self.started = time.time()
         self.names = []
         is_main = RANK == 0
-        path = run.directory / "metrics.jsonl" if is_main else os.devnull
-        self.file = open(path, "w", buffering=1)
-        self.file.write(text)
+        path = run.directory / "metrics.jsonl"
+        replace_file(path, lambda temporary: temporary.write_text(text))
+        self.file = open(path if is_main else os.devnull, "a", buffering=1)
         run.accelerator.init_trackers(RECIPE, {name: str(x) for name, x in run.config.items()})
         self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
         plain = not (is_main and self.console.is_interactive)
@@ -1176,7 +1180,7 @@ class Checkpoints:
                 continue
             old, new = content["config"], run.config
             names = sorted((old.keys() & new.keys()) - may_differ)
-            conflicts = [f"{x} {old[x]}, not {new[x]}" for x in names if old[x] != new[x]]
+            conflicts = [f"{x} {old[x]!s:.80}, not {new[x]}" for x in names if old[x] != new[x]]
             if conflicts:
                 exit_with_error(f"{path} has {'; '.join(conflicts)}: choose another --output-dir")
             run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
@@ -1251,8 +1255,8 @@ class Checkpoints:
 
 def checkpoint_paths(directory):
     """Return the paths of all checkpoints, the oldest first."""
-    paths = directory.glob(f"step-{'[0-9]' * 8}*")
-    return sorted(path for path in paths if path.suffix != ".tmp")
+    named = re.compile(r"step-\d{8}(\.pt)?")  # another name is its owner's
+    return sorted(path for path in directory.iterdir() if named.fullmatch(path.name))
 
 
 def broadcast_state(run, state, on_device):
@@ -1281,7 +1285,11 @@ def read_file(path):
     """Return a checkpoint's file on the CPU. Raise an error of any type if it is damaged."""
     if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
         raise ValueError("wrong checksum")
-    return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+    content = torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+    size = os.path.getsize(path)  # a value may be in itself, or in very many places
+    if any(count > size for count, _ in enumerate(pytree.tree_iter(content))):
+        raise ValueError("more values than bytes")
+    return content
 
 
 def training_buffers(model):
@@ -1302,6 +1310,7 @@ def replace_file(path, write):
     """On the main process, make a file by `write`: renamed into place after fsync."""
     if RANK == 0:
         temporary = path.with_name(UNFINISHED)
+        temporary.unlink(missing_ok=True)  # a link leads elsewhere
         temporary.touch()
         mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
         write(temporary)
@@ -1329,16 +1338,15 @@ def load_weights(model, path):
         own = model.state_dict()
         try:
             weights = utils.load_state_dict(path)  # runs no code
+            inner = [x for x in weights.values() if isinstance(x, dict)]  # of a checkpoint
+            inner += [y for x in inner for y in x.values() if isinstance(y, dict)]
+            matching = max((fitting(own, one) for one in (weights, *inner)), key=len)
+            missing = ", ".join(model.load_state_dict(matching, strict=False).missing_keys)
         except Exception as error:  # the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
-        found = [weights]
-        for one in found:  # it grows: a checkpoint has the weights in an inner dictionary
-            found += [x for x in one.values() if isinstance(x, dict)]
-        matching = max((fitting(own, one) for one in found), key=len)
         if not matching:
-            keys = ", ".join(map(str, [*weights][:8]))
+            keys = ", ".join(f"{key!s:.80}" for key in [*weights][:8])
             exit_with_error(f"argument --weights: nothing in {path} fits this model: it has {keys}")
-        missing = ", ".join(model.load_state_dict(matching, strict=False).missing_keys)
         if RANK == 0:
             counts = f"{len(matching)} of {len(own)} tensors"
             log_line(f"loaded {counts} of {path}, not: {missing or 'none'}")
@@ -1463,17 +1471,18 @@ class Watcher:
 
 
 def log_line(message):
-    """Print a line to stderr. Ctrl-C also ends a `tee` that reads it: that is no error."""
-    with suppress(OSError):
-        line = f"{RECIPE}: {message}".replace("\n", " ")
+    """Print a line to stderr, and return it: what could control the terminal is a space in it."""
+    line = "".join(x if x.isprintable() else " " for x in f"{RECIPE}: {message}")
+    with suppress(OSError):  # Ctrl-C also ends a `tee` that reads it
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
         sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
         sys.stderr.flush()
+    return line
 
 
 def log_error(message):
     """Print an error in one line. The launcher repeats it in its last lines."""
-    log_line(f"error: {message}")
+    message = log_line(f"error: {message}")
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
@@ -1622,7 +1631,8 @@ def lock_output_directory(directory):
     except OSError as error:  # some NFS and Lustre servers have no locks
         log_line(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
     path = directory / "run.id"
-    if not (path.exists() and checkpoint_paths(directory)):
+    has_id = path.exists() and re.fullmatch(rb"[0-9a-f]{16}", path.read_bytes())
+    if not (has_id and checkpoint_paths(directory)):
         replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
     os.environ.setdefault("WANDB_RUN_ID", path.read_text())
     os.environ.setdefault("WANDB_RESUME", "allow")
@@ -1630,6 +1640,9 @@ def lock_output_directory(directory):
 
 def exit_if_config_is_ignored(precision):
     """Exit with an error if the launcher was told to do something that this recipe would ignore."""
+    by_launcher = {"MASTER_PORT", "RANK"} & os.environ.keys()
+    if utils.parse_flag_from_env("ACCELERATE_USE_CPU") and by_launcher == {"MASTER_PORT"}:
+        exit_with_error("on CPU the launcher starts one process: give --cpu to the recipe alone")
     supported = {"MIXED_PRECISION": precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
     for name in (*UNSUPPORTED, *supported):
         value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
