@@ -928,9 +928,8 @@ def read_file(path):
     if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
         raise ValueError("wrong checksum")
     content = torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
-    size = os.path.getsize(path)  # a value may be in itself, or in very many places
-    if any(count > size for count, _ in enumerate(pytree.tree_iter(content))):
-        raise ValueError("more values than bytes")
+    if any(n > os.path.getsize(path) for n, _ in enumerate(pytree.tree_iter(content))):
+        raise ValueError("a value is in itself, or in very many places")
     return content
 
 
@@ -1254,6 +1253,8 @@ def parse_args(description, *declarations):
     args = parser.parse_args()
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
+    if on_cpu and WORLD_SIZE == 1 and "MASTER_PORT" in os.environ:  # for several processes
+        exit_with_error("on CPU the launcher starts one process: give --cpu to the recipe alone")
     return args
 
 
@@ -1282,9 +1283,6 @@ def lock_output_directory(directory):
 
 def exit_if_config_is_ignored(precision):
     """Exit with an error if the launcher was told to do something that this recipe would ignore."""
-    by_launcher = {"MASTER_PORT", "RANK"} & os.environ.keys()
-    if utils.parse_flag_from_env("ACCELERATE_USE_CPU") and by_launcher == {"MASTER_PORT"}:
-        exit_with_error("on CPU the launcher starts one process: give --cpu to the recipe alone")
     supported = {"MIXED_PRECISION": precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
     for name in (*UNSUPPORTED, *supported):
         value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
