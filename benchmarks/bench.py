@@ -40,7 +40,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, RandomSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-from machine import CORES, ROOT, VERSIONS, bf16_instructions, commit, execute, hardware
+from running import CORES, ROOT, VERSIONS, bf16_instructions, commit, execute, hardware
 
 BASELINE = "plain_ddp"
 TUNED = f"{BASELINE} --tuned"

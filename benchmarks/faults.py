@@ -39,7 +39,7 @@ import psutil
 import torch
 from bench import GPUS
 from check import MEASURED, TORCHRUN, error_of
-from machine import describe, run_script
+from running import describe, run_script
 
 # moment: (the function in which rank 0 waits, the highest number of its call, seconds after it)
 MOMENTS = {

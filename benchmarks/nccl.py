@@ -32,7 +32,7 @@ import psutil
 import torch
 from bench import GPUS, ROOT, load
 from check import BATCHNORM, ENVIRONMENT, NO_BOUND, compare, error_of, judged_of, values_of
-from machine import describe, free_port
+from running import describe, free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 FLAGS = "--data synthetic --model simple_cnn --global-batch-size 64 --lr 0.4 --threads 1"

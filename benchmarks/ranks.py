@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from bench import ROOT, load
-from machine import fork, free_port, rank_environment
+from running import fork, free_port, rank_environment
 from safetensors.torch import load_file
 from torch import distributed, nn
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from machine import fork, free_port, rank_environment, run_script
+from running import fork, free_port, rank_environment, run_script
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 

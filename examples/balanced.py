@@ -9,7 +9,8 @@
 One of the two toy classes is rare. `--balance drawing` draws a class as often as any other: in an
 epoch a rare photo comes several times, in other crops. `--balance loss` draws each photo once, and
 multiplies its loss by N / (classes * photos of its class). In the test, loss and balanced_accuracy
-are means over classes, accuracy is that over all photos.
+are means over classes, accuracy is that over all photos. --photos and --test can be rows of a
+dataset, as in the example photos.
 
 Group: vision. Recipes: ddp, amp, sharded.
 """
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lib.order import Ordered, balanced
-from photos import build_model, photo_folders
+from photos import add_photo_flags, build_model, photo_folders
 
 
 class Weighted(Dataset):
@@ -42,7 +43,7 @@ class Weighted(Dataset):
 
 def add_flags(parser):
     add = parser.add_argument
-    add("--photos", default="photos", help="folder with train/CLASS and test/CLASS")
+    add_photo_flags(parser)
     add("--size", type=int, default=64, help="height and width of an input (64)")
     add("--balance", choices=("drawing", "loss"), default="drawing", help="default: drawing")
 

@@ -12,8 +12,9 @@ With a model of the Hub and your own captions.jsonl:
         --base openai/clip-vit-base-patch32
 
 The toy model has random weights: --lr is higher for it. An image's path is relative to the folder
-of --captions. Every tenth line, but at most 5,000 of them, is in the test set. A training image is
-cropped at random, to nine tenths of its area or more, and never mirrored: a caption may say "left".
+of --captions; a dataset has the image itself. Every tenth line, but at most 5,000 of them, is in
+the test set. A training image is cropped at random, to nine tenths of its area or more, and never
+mirrored: a caption may say "left".
 
 The negatives of a pair are all others of the global batch, on all processes and in all
 microbatches. Set its size by --global-batch-size: then any number of processes and any --batch-size
@@ -42,13 +43,15 @@ from lib.captions import Captioned, pad_captions, tokenizer_of
 from lib.fine_tuning import make_optimizer
 from lib.images import exit_if_missing
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
-from lib.rows import read_texts
+from lib.rows import located, nonempty_text, read_rows
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
-    parser.add_argument("--captions", default="captions.jsonl", help="JSON lines (captions.jsonl)")
+    parser.add_argument("--captions", default="captions.jsonl", help="rows (captions.jsonl)")
+    parser.add_argument("--image", default="image", help="the column of images (image)")
+    parser.add_argument("--caption", default="caption", help="the column of captions (caption)")
     parser.add_argument("--length", type=int, default=77, help="tokens of a caption, at most (77)")
     parser.set_defaults(lr=1e-5, epochs=3, clip_norm=1.0)  # usual for pretrained weights
 
@@ -57,14 +60,15 @@ def load_data(args, accelerator):
     """Return the DataLoaders of (pixels, tokens), for training and test."""
     config = CLIPConfig.from_pretrained(args.base)
     size, bicubic = config.vision_config.image_size, InterpolationMode.BICUBIC
-    common = Path(args.captions).parent, tokenizer_of(args, config.text_config)
-    rows = read_texts(args.captions, "image", "caption")
+    tokenize = tokenizer_of(args, config.text_config)
+    columns = (args.image, located(Path(args.captions).parent)), (args.caption, nonempty_text)
+    rows = read_rows(args.captions, *columns)
     every = max(10, len(rows) // 5000)  # test images are compared with all test captions
     train = [row for index, row in enumerate(rows) if index % every]
-    exit_if_missing([common[0] / name for name, _ in rows], f"--captions {args.captions}")
+    exit_if_missing([image for image, _ in rows], f"--captions {args.captions}")
     crop = v2.RandomResizedCrop(size, scale=(0.9, 1.0), interpolation=bicubic)
-    train_set = Captioned(train, *common, crop)
-    test_set = Captioned(rows[::every], *common, v2.Resize(size, bicubic), v2.CenterCrop(size))
+    train_set = Captioned(train, tokenize, crop)
+    test_set = Captioned(rows[::every], tokenize, v2.Resize(size, bicubic), v2.CenterCrop(size))
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
     options |= {"num_workers": 2, "persistent_workers": True}  # per process
     options["collate_fn"] = pad_captions

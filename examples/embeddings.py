@@ -11,10 +11,11 @@ With a model of the Hub and your own pairs.jsonl:
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
         --base distilbert/distilbert-base-uncased
 
-The toy model has random weights: --lr is higher for it. The names in a line are those of
-sentence-transformers: "anchor", "positive", and perhaps "negative", one text or several
-("negative_1", ...) that are near and wrong. Texts are taken as they are: if --base expects a prompt
-such as "query: ", put it there. Every tenth line, but at most 5,000 of them, is in the test set.
+The toy model has random weights: --lr is higher for it. The names in a row are those of
+sentence-transformers: "anchor" and "positive", or --anchor and --positive, and perhaps "negative",
+one text or several ("negative_1", ...) that are near and wrong. Texts are taken as they are: if
+--base expects a prompt such as "query: ", put it there. Every tenth line, but at most 5,000 of
+them, is in the test set.
 
 The loss is symmetric: an anchor has to find its positive among all positives and negatives of the
 global batch, on all processes and in all microbatches, and a positive its anchor among all anchors.
@@ -48,7 +49,9 @@ from lib.rows import read_texts
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
-    parser.add_argument("--pairs", default="pairs.jsonl", help="JSON lines (pairs.jsonl)")
+    parser.add_argument("--pairs", default="pairs.jsonl", help="rows (pairs.jsonl)")
+    parser.add_argument("--anchor", default="anchor", help="the column of anchors (anchor)")
+    parser.add_argument("--positive", default="positive", help="that of positives (positive)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text, at most (128)")
     parser.set_defaults(lr=2e-5, epochs=3, clip_norm=1.0)  # usual for pretrained weights
 
@@ -56,7 +59,7 @@ def add_flags(parser):
 def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of (B, longest) int64 each for B anchors, their
     positives, and their negatives if there are any: tokens, and -100 behind the shorter texts."""
-    pairs = read_texts(args.pairs, "anchor", "positive", more="negative")
+    pairs = read_texts(args.pairs, args.anchor, args.positive, more="negative")
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # for sentence-transformers
     if accelerator.is_main_process:

@@ -7,25 +7,69 @@
         --batch-size 16 --epochs 4
 
 The toy photos are stripes. For your own photos, name the folders of classes as you like, .jpg is
-read as well, and choose --size and the random transforms. To begin from pretrained weights, save
-them once, and name the file by --weights:
+read as well, and choose --size and the random transforms. A dataset, too: --photos
+AI-Lab-Makerere/beans:train --test AI-Lab-Makerere/beans:validation --label labels. To begin from
+pretrained weights, save them once, and name the file by --weights:
 torch.save(torchvision.models.resnet18(weights="DEFAULT").state_dict(), "resnet18.pt").
 
 Group: vision. Recipes: ddp, amp, pipeline, sharded.
 """
 
+from pathlib import Path
+
 import torch
 import torchvision
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
 from lib.images import is_image, log_left_out, read_image
+from lib.rows import class_name, located, read_rows
+
+
+def add_photo_flags(parser):
+    add = parser.add_argument
+    add("--photos", default="photos", help="a folder of train/CLASS and test/CLASS, or rows")
+    add("--test", help="rows for the test, if --photos are rows")
+    add("--image", default="image", help="the column of images in rows (image)")
+    add("--label", default="label", help="the column of labels in rows (label)")
 
 
 def add_flags(parser):
-    parser.add_argument("--photos", default="photos", help="folder with train/CLASS and test/CLASS")
+    add_photo_flags(parser)
     parser.add_argument("--size", type=int, default=64, help="height and width of an input (64)")
+
+
+class PhotoRows(Dataset):
+    """(image, number of its class), as an ImageFolder, of the rows of a source."""
+
+    def __init__(self, source, classes, transform, args):
+        rows = photo_rows(source, args)
+        if unknown := {str(label) for _, label in rows} - {*classes}:
+            exit_with_error(f"{source}: no photo of {args.photos} has the label {min(unknown)}")
+        self.images = [image for image, _ in rows]
+        self.classes = classes
+        self.targets = [classes.index(str(label)) for _, label in rows]
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.transform(read_image(self.images[index])), self.targets[index]
+
+
+def photo_rows(source, args):
+    """Return [(image, label)] of the rows of a source."""
+    return read_rows(source, (args.image, located(Path(source).parent)), (args.label, class_name))
+
+
+def photo_classes(args):
+    """Return the names of the classes, in order."""
+    if args.test:
+        return [*map(str, sorted({label for _, label in photo_rows(args.photos, args)}))]
+    classes, _ = torchvision.datasets.folder.find_classes(f"{args.photos}/train")
+    return classes
 
 
 def photo_folders(args):
@@ -37,6 +81,10 @@ def photo_folders(args):
     normalize = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)]
     transform = v2.Compose([v2.ToImage(), *augment, *normalize])
     test_transform = v2.Compose([v2.ToImage(), *resize, *normalize])
+    if args.test:
+        classes = photo_classes(args)
+        train_set = PhotoRows(args.photos, classes, transform, args)
+        return train_set, PhotoRows(args.test, classes, test_transform, args)
     reader = {"loader": read_image, "is_valid_file": is_image}
     train_set = torchvision.datasets.ImageFolder(f"{args.photos}/train", transform, **reader)
     test_set = torchvision.datasets.ImageFolder(f"{args.photos}/test", test_transform, **reader)
@@ -56,6 +104,5 @@ def load_data(args, accelerator):
 
 
 def build_model(args):
-    classes, _ = torchvision.datasets.folder.find_classes(f"{args.photos}/train")
-    model = torchvision.models.resnet18(num_classes=len(classes))
+    model = torchvision.models.resnet18(num_classes=len(photo_classes(args)))
     return model.to(memory_format=torch.channels_last)  # the fastest for convolutions

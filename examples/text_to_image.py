@@ -13,12 +13,12 @@ With a model of the Hub and your own folder of images:
         --base stable-diffusion-v1-5/stable-diffusion-v1-5
 
 The toy model has random weights: --lr is higher for it; with lora 1e-4 is usual. Each line of
-metadata.jsonl has a "file_name" and a "text", as in an image folder of datasets. Every tenth is in
-the test set. Images are scaled and cropped to --size, and encoded before the first step, by the
-main process: their latents and the embeddings of the captions are in a file in --output-dir, 370 KB
-for each image of 512 pixels. Noise and times are a function of (seed, epoch, image), the same on
-any number of processes, and in each evaluation. Each evaluation makes samples-STEP.png, four images
-of --prompt.
+metadata.jsonl has a "file_name" and a "text", as in an image folder of datasets. --images can be a
+dataset, too, with the columns "image" and --caption. Every tenth row is in the test set. Images are
+scaled and cropped to --size, and encoded before the first step, by the main process: their latents
+and the embeddings of the captions are in a file in --output-dir, 370 KB for each image of 512
+pixels. Noise and times are a function of (seed, epoch, image), the same on any number of processes,
+and in each evaluation. Each evaluation makes samples-STEP.png, four images of --prompt.
 
 With lora, `StableDiffusionPipeline.from_pretrained(base).load_lora_weights("runs/mine")` loads the
 adapter. Without it all of the U-Net is trained, and `from_pretrained(base, unet=
@@ -38,14 +38,15 @@ from torch.utils.data import DataLoader, Subset
 from ddp_cifar import exit_with_error
 from diffusion import make_optimizer
 from lib.latents import Noisy, encoded_once, save_samples
-from lib.rows import read_texts
+from lib.rows import located, nonempty_text, read_rows
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--images", default="images", help="a folder with metadata.jsonl (images)")
+    add("--images", default="images", help="a folder with metadata.jsonl, or a dataset (images)")
+    add("--caption", default="text", help="the column of captions (text)")
     add("--size", type=int, default=512, help="pixels of a side (512)")
     add("--prompt", default="", help="of the samples that each evaluation makes")
     parser.set_defaults(lr=1e-5, batch_size=4, epochs=3)
@@ -55,7 +56,9 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of what `Noisy` returns."""
     if args.size % 8:
         exit_with_error("argument --size: choose a multiple of 8")
-    rows = read_texts(Path(args.images, "metadata.jsonl"), "file_name", "text")
+    path = Path(args.images, "metadata.jsonl")
+    source, image = (path, "file_name") if path.exists() else (args.images, "image")
+    rows = read_rows(source, (image, located(args.images)), (args.caption, nonempty_text))
     scheduler = DDPMScheduler.from_pretrained(args.base, subfolder="scheduler")
     samples = Noisy(encoded_once(rows, args, accelerator), scheduler)
     train_set = Subset(samples, [index for index in range(len(rows)) if index % 10])

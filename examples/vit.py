@@ -6,8 +6,9 @@
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py --photos toy/photos \\
         --size 32 --patch 8 --width 64 --batch-size 16 --lr 1e-3
 
-The commands train a small ViT on stripes, from random weights. To fine-tune, save pretrained
-weights once, and name the file by --weights, with no other size:
+The commands train a small ViT on stripes, from random weights. --photos and --test can be rows of a
+dataset, as in the example photos. To fine-tune, save pretrained weights once, and name the file by
+--weights, with no other size:
 torch.save(torchvision.models.vit_b_16(weights="DEFAULT").state_dict(), "vit_b_16.pt"). One line
 then names the head as not loaded: it is for your classes.
 
@@ -27,13 +28,13 @@ from torch.utils.data import DataLoader
 from ddp_cifar import exit_with_error
 from lib.mixed import Mixed
 from lib.vit_layers import depth_of, model_blocks
-from photos import photo_folders
+from photos import add_photo_flags, photo_classes, photo_folders
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
-    add("--photos", default="photos", help="folder with train/CLASS and test/CLASS")
+    add_photo_flags(parser)
     add("--size", type=int, default=224, help="height and width of an input (224)")
     add("--patch", type=int, default=16, help="height and width of a patch (16)")
     add("--width", type=int, default=768, help="of the model, 64 for each head (768)")
@@ -57,7 +58,6 @@ def build_model(args):
     """Return the model, on the CPU: torchvision's vit_b_16, unless the flags name other sizes."""
     if args.size % args.patch or args.width % 64:
         exit_with_error("choose a --size of whole patches (--patch), and a --width of 64 n")
-    classes, _ = torchvision.datasets.folder.find_classes(f"{args.photos}/train")
     return torchvision.models.VisionTransformer(
         image_size=args.size,
         patch_size=args.patch,
@@ -65,7 +65,7 @@ def build_model(args):
         num_heads=args.width // 64,
         hidden_dim=args.width,
         mlp_dim=4 * args.width,
-        num_classes=len(classes),
+        num_classes=len(photo_classes(args)),
     )
 
 

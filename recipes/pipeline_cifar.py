@@ -546,7 +546,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 8c3619707cbb: identical in all recipes, edit only above it
+# ================= shared infrastructure 5861361f60cf: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -583,7 +583,7 @@ class Run:
         lock_output_directory(self.directory)
         faulthandler.dump_traceback_later(args.hang_timeout)  # until the Watcher looks for hangs
         exit_if_config_is_ignored(precision)
-        # By default in /tmp, where it belongs to whoever makes it first.
+        # By default in /tmp: it belongs to whoever makes it first.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{torch.hub.get_dir()}/inductor")
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
@@ -622,7 +622,6 @@ class Run:
         checkpoint = self.checkpoints.find()
         # Before a DataLoader starts workers: they inherit the signal mask.
         self.watcher = Watcher(self)
-        # The step of the loaded checkpoint, and the latest step.
         self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
@@ -802,8 +801,7 @@ def sample_rows(values):
 
 
 def means(names, sums, samples):
-    """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit with an error unless these were
-    as many rows as `samples`."""
+    """Return {name: mean} of summed `sample_rows`, (M + 2,), which were as many as `samples`."""
     *totals, weight, rows = sums.tolist()
     if rows != samples:
         why = "compute_loss or a collate_fn leaves some out, or load_data changes args.batch_size"
@@ -835,13 +833,12 @@ class Metrics:
         self.latest_values = {}  # by name, or None: JSON has neither NaN nor infinity
         self.started = time.time()
         self.names = []
-        is_main = RANK == 0
         path = run.directory / "metrics.jsonl"
         replace_file(path, lambda temporary: temporary.write_text(text))
-        self.file = open(path if is_main else os.devnull, "a", buffering=1)
+        self.file = open(os.devnull if RANK else path, "a", buffering=1)
         run.accelerator.init_trackers(RECIPE, {name: str(x) for name, x in run.config.items()})
-        self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
-        plain = not (is_main and self.console.is_interactive)
+        self.console = Console(quiet=RANK > 0, highlight=False, markup=False, soft_wrap=True)
+        plain = RANK > 0 or not self.console.is_interactive
         # Not redirected: a worker would wait for a lock that was held when it was forked.
         self.progress = Progress(
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
@@ -853,8 +850,7 @@ class Metrics:
         self.start_interval()
 
     def start_interval(self):
-        """Begin the interval of the next line here: its throughput does not count evaluations and
-        checkpoints."""
+        """Begin the next line's interval, which has no evaluation and no checkpoint."""
         self.interval_began = self.run.step
         self.sums = 0  # of `sample_rows`
         self.data_seconds = 0.0  # in which this process waited for data
@@ -901,8 +897,7 @@ class Metrics:
         return results, ranks, measured
 
     def write(self, event, results, details=None):
-        """Write a line: all numbers to metrics.jsonl and the tracker, `results` to the screen. The
-        next interval begins."""
+        """Write all numbers to metrics.jsonl and the tracker, and `results` to the screen."""
         run = self.run
         numbers = {**results, **(details or {})}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
@@ -1037,12 +1032,13 @@ def make_reproducible(loaders, args):
         batches = loader.batch_sampler
         is_standard = type(batches) is torch.utils.data.BatchSampler
         is_standard = is_standard and type(batches.sampler) in samplers[: 1 + is_training]
-        size = args.batch_size if is_training else loader.batch_size
+        has_size = loader.batch_size == args.batch_size or not is_training
         needs = {
             "a map-style Dataset, and no sampler: see examples/lib/order.py": is_standard,
             f"drop_last={is_training}": is_standard and batches.drop_last == is_training,
-            f"batch_size=args.batch_size ({size})": loader.batch_size == size,
-            "samples": is_training or len(loader.dataset),  # `prepare_data` counts the other's
+            f"batch_size=args.batch_size ({args.batch_size})": has_size,
+            # `prepare_data` counts those for training. A stream has no length.
+            "samples": is_training or (is_standard and len(loader.dataset)),
         }
         if broken := [need for need, is_met in needs.items() if not is_met]:
             which = "training" if is_training else "test"
@@ -1137,8 +1133,7 @@ class Checkpoints:
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
     def load(self, saved, is_wanted=True):
-        """Load the main process's states, thing by thing, into those of all ranks but those on
-        which they are not wanted."""
+        """Load the main process's states into those of all ranks on which they are wanted."""
         for name, thing in self.states.items():
             state = saved and [saved[name], saved["buffers"].get(name, {})]
             on_device = isinstance(thing, nn.Module | torch.optim.Optimizer)
@@ -1149,8 +1144,7 @@ class Checkpoints:
                 set_buffers(thing, buffers)
 
     def read(self, path):
-        """Return a checkpoint, or {} on other processes than the main one. Raise an error of any
-        type if it is damaged."""
+        """Return a checkpoint, or {} on other processes. Raise an error of any type if damaged."""
         return read_file(path) if RANK == 0 else {}
 
     def write(self, content, path):
@@ -1200,9 +1194,8 @@ def read_file(path):
     if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
         raise ValueError("wrong checksum")
     content = torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
-    size = os.path.getsize(path)  # a value may be in itself, or in very many places
-    if any(count > size for count, _ in enumerate(pytree.tree_iter(content))):
-        raise ValueError("more values than bytes")
+    if any(n > os.path.getsize(path) for n, _ in enumerate(pytree.tree_iter(content))):
+        raise ValueError("a value is in itself, or in very many places")
     return content
 
 
@@ -1213,8 +1206,7 @@ def training_buffers(model):
 
 
 def set_buffers(model, values):
-    """Copy {name: tensor} into a model's buffers. One whose shape has changed, such as a cache that
-    has grown, stays as it is."""
+    """Copy {name: tensor} into a model's buffers, but those of another shape, as of a cache."""
     for name, buffer in model.named_buffers():
         if name in values and buffer.shape == values[name].shape:
             buffer.copy_(values[name])
@@ -1293,7 +1285,7 @@ class Watcher:
         self.run = run
         self.timeout = run.args.hang_timeout * (6 if vars(run.args).get("compile") else 1)
         self.names = utils.gather_object([RANK_AND_HOST])
-        self.progress = 0  # steps and batches
+        self.steps = 0  # and batches of an evaluation
         self.received = 0  # the first signal
         self.sent = torch.zeros(1, dtype=torch.int64)  # rank 0's signal
         self.pending = None
@@ -1320,7 +1312,7 @@ class Watcher:
     def agreed_signal(self):
         """Count a step. Return the signal on which all ranks stop, or 0: that which rank 0 found in
         the call before, so that the broadcast overlaps a step."""
-        self.progress += 1
+        self.steps += 1
         if self.pending:
             self.pending.wait()
         result = self.sent.item()
@@ -1336,18 +1328,17 @@ class Watcher:
         tick = min(1.0, self.timeout / 20)
         idle = 0.0  # counted, not by a clock: a run may be suspended
         while idle < self.timeout:
-            before = self.progress
+            before = self.steps
             if signalled := signal.sigtimedwait(self.signals, tick):
                 self.note_signal(signalled.si_signo)
             if LAUNCHED and os.getppid() != LAUNCHER:
                 self.note_signal(signal.SIGTERM)
-            stalls = self.progress == before and not self.run.is_paused
+            stalls = self.steps == before and not self.run.is_paused
             idle = idle + tick if stalls else 0.0
         faulthandler.dump_traceback_later(self.timeout, exit=True)  # if the store never answers
         with suppress(RuntimeError):  # the process that has the store has ended
             self.report(sys._current_frames()[threading.main_thread().ident])
             self.run.store.wait(["identified"])
-        time.sleep(2 * tick)  # so that all ranks read it
         exit_now(1)
 
     def report(self, frame):
@@ -1366,7 +1357,7 @@ class Watcher:
         waits = waits or frame.f_code in waiting
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
-        self.run.store.set(RANK_AND_HOST, json.dumps([self.progress, waits, place]))
+        self.run.store.set(RANK_AND_HOST, json.dumps([self.steps, waits, place]))
         if self.run.store.add("reports", 1) == 1:
             self.identify()
 
@@ -1439,8 +1430,7 @@ def start(main):
 
 
 def exit_with_exception(error):
-    """Print a line with the place in this file, above it a traceback, unless the system or the
-    network is the cause."""
+    """Print a line with the place, and a traceback unless the system or network is the cause."""
     text = traceback.format_exc()
     places = rf'File "({"|".join(map(re.escape, FILES))})", line (\d+), in (.+)'
     file, line, function = re.findall(places, text)[-1]
@@ -1526,6 +1516,8 @@ def parse_args(description, *declarations):
     args = parser.parse_args()
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
+    if on_cpu and WORLD_SIZE == 1 and "MASTER_PORT" in os.environ:  # for several processes
+        exit_with_error("on CPU the launcher starts one process: give --cpu to the recipe alone")
     return args
 
 
@@ -1554,9 +1546,6 @@ def lock_output_directory(directory):
 
 def exit_if_config_is_ignored(precision):
     """Exit with an error if the launcher was told to do something that this recipe would ignore."""
-    by_launcher = {"MASTER_PORT", "RANK"} & os.environ.keys()
-    if utils.parse_flag_from_env("ACCELERATE_USE_CPU") and by_launcher == {"MASTER_PORT"}:
-        exit_with_error("on CPU the launcher starts one process: give --cpu to the recipe alone")
     supported = {"MIXED_PRECISION": precision, "GRADIENT_ACCUMULATION_STEPS": "1"}
     for name in (*UNSUPPORTED, *supported):
         value = os.environ.get(f"ACCELERATE_{name}", "no").lower()
@@ -1588,7 +1577,6 @@ def choose_device(args):
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(TIMEOUT.seconds))
         torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
-        # Shapes rarely change: time the algorithms once.
         torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0))
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default

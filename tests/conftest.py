@@ -179,9 +179,9 @@ def copy(recipe, path, *replacements, project=""):
 
 
 def project(name, **chosen):
-    """The text of programs/copies/NAME.py for a copy, which has what that file imports of a recipe.
-    There `chosen` are set: a name of the copy, or of the file, to an expression."""
-    text = (ROOT / f"tests/programs/copies/{name}.py").read_text()
+    """The text of programs/overrides/NAME.py for a copy, which has what that file imports of a
+    recipe. There `chosen` are set: a name of the copy, or of the file, to an expression."""
+    text = (ROOT / f"tests/programs/overrides/{name}.py").read_text()
     text = re.sub(r"^from \w+_cifar import .*\n", "", text, flags=re.MULTILINE)
     return "\n".join(["", text, *(f"{key} = {value}" for key, value in chosen.items())])
 

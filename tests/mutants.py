@@ -13,6 +13,7 @@ changed. A survivor that mutants.txt does not list, with its reason, is an error
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -26,17 +27,22 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
 FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
-FILES += [f"tools/{name}.py" for name in ("check", "new", "recipe", "sync", "weights")]
+FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync", "weights")]
 SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
 # The test files that reach a function of this name, class or file, the quickest first. The others
 # are those of `recipes`.
 TESTS = {
-    "recipes": "errors own_mistakes checkpoints training resume interruption",
+    "recipes": "errors own_mistakes training checkpoints resume interruption",
+    "Checkpoints": "checkpoints resume sharded own_mistakes",
+    "save": "checkpoints own_mistakes hangs",
     "Watcher": "interruption hangs",
+    "report": "hangs",
+    "identify": "hangs",
     "exit_if_ranks_differ": "ranks checkpoints",
     "broadcast_state": "checkpoints resume sharded",
     "lock_output_directory": "interruption checkpoints tracker_and_weights",
@@ -44,15 +50,16 @@ TESTS = {
     "join_process_group": "launch ranks interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
     "exit_if_config_is_ignored": "launch",
-    "load_weights": "tracker_and_weights errors own_mistakes",
-    "fitting": "tracker_and_weights",
+    "load_weights": "errors own_mistakes tracker_and_weights",
+    "fitting": "errors tracker_and_weights",
     "SeededSamples": "data training own_mistakes recipes",
+    "make_reproducible": "own_mistakes data training",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
     "recipes/pipeline_cifar.py": "pipeline own_mistakes resume errors",
     "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
     "tools/check.py": "check",
     "tools/new.py": "new",
-    "tools/recipe.py": "sync new",
+    "tools/shared_block.py": "sync new",
     "tools/sync.py": "sync",
     "tools/weights.py": "sharded tracker_and_weights",
 }
@@ -68,8 +75,10 @@ def mutants(text):
         lines = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         return [starts[line - 1] + column for line, column in lines]
 
+    data = text.encode()
+
     def cut(begin, end, new=""):
-        return (text.encode()[:begin] + new.encode() + text.encode()[end:]).decode()
+        return (data[:begin] + new.encode() + data[end:]).decode()
 
     def visit(node, names, function):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -144,7 +153,8 @@ def tests_of(key):
     """Return the tests of a mutant: the quickest first, then those of its function."""
     path, name, *_ = key.split(" ")
     smoke = SMOKE[path.partition("/")[0]]
-    chosen = next((TESTS[x] for x in (*name.split("."), path) if x in TESTS), TESTS["recipes"])
+    names = *name.split(".")[::-1], path, "recipes"
+    chosen = next(TESTS[x] for x in names if x in TESTS)
     return list(dict.fromkeys([smoke, *chosen.split()]))
 
 
@@ -163,7 +173,7 @@ def failed(clone, test, limit):
             os.dup2(output.fileno(), 2)
             for module in ("conftest", "processes"):
                 del sys.modules[module]
-            os._exit(__import__("pytest").main(words))
+            os._exit(pytest.main(words))
         end = time.monotonic() + limit
         while (result := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
             time.sleep(0.1)
@@ -177,54 +187,57 @@ def failed(clone, test, limit):
     return None if result[1] == 0 else (found or [test])[0]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
-    parser.add_argument("--sample", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one test file")
-    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
-    args = parser.parse_args()
-    found = listed(args.only)
-    chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
-    if args.list:
-        print("\n".join(chosen))
-        return
-    print(f"{len(chosen)} of {len(found)} mutants", flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.touch()
-    known = {}
-    for line in map(json.loads, RESULTS.read_text().splitlines()):
-        known[line["mutant"], line["function"]] = line["seen"]
-    with tempfile.TemporaryDirectory() as temporary:
+def examine(clone, key, path, mutated, limit):
+    """Return what notices a mutant: the name of a test, "hung", "make sync", or None."""
+    (clone / path).write_text(mutated)
+    if subprocess.run([sys.executable, "tools/sync.py"], cwd=clone, capture_output=True).returncode:
+        return "make sync"
+    return next(filter(None, (failed(clone, test, limit) for test in tests_of(key))), None)
+
+
+def run(chosen, found, known, limit):
+    """Examine the chosen mutants that are not known, in a clone, and note the results."""
+    with tempfile.TemporaryDirectory() as temporary, RESULTS.open("a", buffering=1) as file:
         clone = Path(temporary, "clone")
-        git = ["git", "-C", clone]
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
         (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
         sys.dont_write_bytecode = True
         sys.path[0] = str(clone / "tests")
-        server = __import__("conftest").fork_server()
+        server = importlib.import_module("conftest").fork_server()
         for key in chosen:
             path, mutated, function = found[key]
             if (key, function) in known:
                 continue
-            (clone / path).write_text(mutated)
-            if path == FILES[0]:
-                sync = [sys.executable, "tools/sync.py"]
-                subprocess.run(sync, cwd=clone, check=True, capture_output=True)
             began = time.monotonic()
-            results = (failed(clone, test, args.limit) for test in tests_of(key))
-            seen = next(filter(None, results), None)
+            seen = known[key, function] = examine(clone, key, path, mutated, limit)
             for process in psutil.Process(server.pid).children(recursive=True):
                 process.kill()
-            subprocess.run([*git, "checkout", "--quiet", "."], check=True)
-            known[key, function] = seen
+            subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
             seconds = round(time.monotonic() - began)
             line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line) + "\n")
             print(f"{seen or 'SURVIVED'}: {key}, {seconds} s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
+    parser.add_argument("--sample", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one test file")
+    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
+    args = parser.parse_args()
+    found = listed(args.only)
+    chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
+    print(f"{len(chosen)} of {len(found)} mutants", flush=True)
+    if args.list:
+        sys.exit("\n".join(chosen))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.touch()
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    known = {(line["mutant"], line["function"]): line["seen"] for line in lines}
+    run(chosen, found, known, args.limit)
     reasons = dict(x.split(" | ") for x in ACCEPTED.read_text().splitlines())
     survivors = [key for key in chosen if known[key, found[key][2]] is None]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} are seen")

@@ -147,7 +147,7 @@ def answers(program, directory, cases, **env):
 
 
 def execute(command, environment, timeout, imports=()):
-    """As machine.py's `execute` of check.py's command, but without a launcher."""
+    """As running.py's `execute` of check.py's command, but without a launcher."""
     processes, script, *flags = command[command.index("--nproc_per_node") + 1 :]
     env = {name: x for name, x in environment.items() if os.environ.get(name) != x}
     if processes == "1":  # as torchrun sets them, by which Accelerate makes DDP

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import accelerate
 import check
-import machine
 import new
 import numpy
 import pytest
+import running
 import torch
 import toy
 from composed import make
@@ -142,7 +142,7 @@ def test_a_copy_with_an_example_passes_make_check(
     """On one process and two the same, and killed in mid-epoch and rerun bit for bit. Other recipes
     than ddp, which have its data and its loss: the latter."""
     monkeypatch.chdir(directory(task))
-    monkeypatch.setattr(machine, "execute", partial(execute, imports=IMPORTS))
+    monkeypatch.setattr(running, "execute", partial(execute, imports=IMPORTS))
     copy = f"{task}_{recipe}.py"
     make(Path(copy), recipe, task, *added(task, recipe))
     flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, []), *more]

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import check
-import machine
 import pytest
+import running
 import torch
 from conftest import LITTLE, MEASURED, SMALL, copy, project
 from processes import ROOT, execute, launch, run
@@ -23,9 +23,9 @@ FLAGS = [*SMALL, "--batch-size", "8"]
 @pytest.fixture
 def checked(tmp_path, monkeypatch, capsys):
     """A function that checks a copy. It returns the exit status, the output and {name: run}.
-    Its functions are those of programs/copies/checked.py, or `chosen` ones."""
+    Its functions are those of programs/overrides/checked.py, or `chosen` ones."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "execute", execute)
+    monkeypatch.setattr(running, "execute", execute)
 
     def run(recipe, *replacements, flags=(), steps=("--max-steps", str(STEPS)), **chosen):
         copy("sharded_cifar", tmp_path / "sharded.py", *LITTLE, project=project("checked"))
@@ -398,7 +398,7 @@ def test_a_kill_is_in_mid_epoch(steps, kills, killed, tmp_path):
 def test_the_perturbed_run_changes_the_weights_once_and_more_than_they_are_rounded(monkeypatch):
     hooks = []
     monkeypatch.setattr(check, "register_optimizer_step_pre_hook", hooks.append)
-    monkeypatch.setattr(machine.runpy, "run_path", lambda *_, **__: None)
+    monkeypatch.setattr(running.runpy, "run_path", lambda *_, **__: None)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])

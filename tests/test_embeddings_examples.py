@@ -39,7 +39,7 @@ FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e
 
 
 def written(path, recipe, chosen):
-    """Write a copy that compares few rows at a time, with definitions of programs/copies."""
+    """Write a copy that compares few rows at a time, with definitions of programs/overrides."""
     replaced = [("ROWS = 1024", "ROWS = 5")]
     if "build_model" in chosen:
         replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]

@@ -19,10 +19,8 @@ FLAGS = {
     "a flag that does not exist": ("--bath-size 4", "unrecognized arguments: --bath-size 4"),
     "a timeout that never comes": ("--hang-timeout inf", "--hang-timeout: inf is not above 0"),
     "a learning rate that is not a number": ("--lr nan", "argument --lr: nan is not above 0"),
-    "a negative batch": ("--batch-size -4", "argument --batch-size: -4 is not above 0"),
     "negative epochs": ("--epochs -1", "argument --epochs: -1 is below 0"),
     "no global batch": ("--global-batch-size 0", "argument --global-batch-size: 0 is not"),
-    "a clipped norm of 0": ("--clip-norm 0", "argument --clip-norm: 0.0 is not above 0"),
 }
 
 
@@ -121,8 +119,10 @@ def test_a_download_that_is_damaged_is_one_line(monkeypatch):
         assert first().__enter__.called, "where machines share a directory, and where not"
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module."])
-@pytest.mark.parametrize("outer", ["", "state_dict", "states.model"])
+@pytest.mark.parametrize(
+    ("prefix", "outer"),
+    [("", ""), ("module.", "state_dict"), ("_orig_mod.module.", "states.model")],
+)
 def test_weights_of_a_wrapped_model_load_whole_also_from_a_checkpoint(
     prefix, outer, tmp_path, capsys
 ):

@@ -194,7 +194,8 @@ def test_a_rare_class_counts_as_much_as_another(balance, tmp_path):
         part, folder = "test" if index > 99 else "train", "rare" if index % 10 == 0 else "often"
         (tmp_path / part / folder).mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8)).save(tmp_path / part / folder / f"{index}.png")
-    args = SimpleNamespace(photos=tmp_path, size=8, balance=balance, batch_size=10, seed=0)
+    args = SimpleNamespace(photos=tmp_path, size=8, test=None, balance=balance)
+    args.batch_size, args.seed = 10, 0
     train, test = balanced.load_data(args, None)
     for loader, close in ((train, 30 if balance == "drawing" else 1e-4), (test, 1e-4)):
         data, sums = loader.dataset, [0, 0]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 HOST = socket.gethostname()
 FEW = SYNTHETIC_DATA, "synthetic_images(320, seed=1), synthetic_images(160, seed=2)"
 TIMEOUT = 10  # seconds: sixteen processes share the cores, and take a step in less
-# Names of programs/copies/hangs.py: how it stalls, and the functions of the recipe that do.
+# Names of programs/overrides/hangs.py: how it stalls, and the functions of the recipe that do.
 SLEEP, STOP = "sleep", "stop"
 IN_COMPUTE_LOSS = {"compute_loss": "loss_that_stalls"}
 IN_EVALUATION = {"compute_loss": "evaluation_that_stalls"}
@@ -135,6 +135,7 @@ def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):
 def test_a_first_step_that_compiles_may_take_longer_than_the_timeout(stalled):
     (codes, output), _ = stalled["compiles"]
     assert codes == [0, 0] and ": error: " not in output, output
+    assert "in loss_that_compiles\n" not in output, "the set-up's timer prints no stack of a step"
 
 
 def test_a_rank_that_stalls_before_the_first_step_prints_its_stack(stalled):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from composed import assert_one_line, make, write_photos
 from conftest import Exit, exit_by_exception
-from lazy import lib, photos, segmentation, tar_shards
+from lazy import datasets, lib, photos, segmentation, tar_shards
 from PIL import Image
 from torchvision.transforms.v2 import Identity
 from torchvision.transforms.v2.functional import to_image
@@ -22,7 +22,17 @@ def of_photos(path):
         folder = path.parent / part / "only"
         folder.mkdir(parents=True)
         (folder / path.name).symlink_to(path)
-    _, dataset = photos.photo_folders(SimpleNamespace(photos=path.parent, size=8))
+    _, dataset = photos.photo_folders(SimpleNamespace(photos=path.parent, size=8, test=None))
+    return dataset[0][0]
+
+
+def of_rows(path):
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["only"]))
+    rows = datasets.Dataset.from_dict({"image": [str(path)], "label": [0]}, features)
+    source = f"{path}.rows"
+    rows.save_to_disk(source)
+    named = {"photos": source, "test": source, "image": "image", "label": "label"}
+    _, dataset = photos.photo_folders(SimpleNamespace(size=8, **named))
     return dataset[0][0]
 
 
@@ -37,7 +47,7 @@ def of_clip(path):
     def tokenize(caption):
         return {"input_ids": [1]}
 
-    return lib.captions.Captioned([(path.name, "")], path.parent, tokenize, Identity())[0][0]
+    return lib.captions.Captioned([(path, "")], tokenize, Identity())[0][0]
 
 
 def of_segmentation(path):
@@ -54,7 +64,7 @@ def of_vision_chat(path):
     return to_image(lib.image_chat.ImageChats([("", [], [path], "a row", 1)])[0][2][0])
 
 
-READERS = [of_photos, of_detection, of_clip, of_segmentation, of_shards, of_vision_chat]
+READERS = [of_photos, of_rows, of_detection, of_clip, of_segmentation, of_shards, of_vision_chat]
 
 
 def picture(seed=0):
@@ -94,13 +104,13 @@ def test_images_of_any_ending_are_read_and_other_files_are_counted(tmp_path, cap
             kind = {"jfif": "JPEG"}.get(name[2:], name[2:].upper())
             Image.fromarray(picture()).save(folder / name, kind)
         (folder / "e.heic").touch()
-    train, _ = photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8))
+    train, _ = photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8, test=None))
     assert len(train) == 4
     assert "2 files are left out, such as" in capsys.readouterr().err
     (tmp_path / "test/only").rename(tmp_path / "test/others")
     monkeypatch.setattr("photos.exit_with_error", exit_by_exception)
     with pytest.raises(Exit, match="train/ and test/ have other folders"):
-        photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8))
+        photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8, test=None))
 
 
 def test_masks_of_one_bit_are_classes_and_palettes_that_differ_are_an_error(tmp_path):

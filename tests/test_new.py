@@ -16,7 +16,7 @@ import sync
 from composed import assert_lists_its_packages
 from conftest import LITTLE, SMALL, assert_same_training
 from processes import ROOT, train_forked
-from recipe import INFRASTRUCTURE, REFERENCE, parts
+from shared_block import INFRASTRUCTURE, REFERENCE, parts
 
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 ADDITIONS = [name for name in RECIPES if new.TRAIN not in str(new.description(name)[0])]

@@ -199,7 +199,7 @@ def test_weights_tied_within_a_stage_are_written_once_and_load_in_the_plain_mode
     """Also a block that comes twice; it runs twice. BatchNorm's statistics are those of the first
     pipeline, with which both evaluate."""
     assert set(outcome.codes) == {0}, outcome.output
-    model = load("tests/programs/copies/pipeline.py").tied_model(None)
+    model = load("tests/programs/overrides/pipeline.py").tied_model(None)
     weights = load_file(outcome.directory / "run/model.safetensors")
     tied = ["4.weight", "4.bias", "6.weight"]
     assert model.load_state_dict(weights, strict=False) == (tied, [])

@@ -84,24 +84,6 @@ def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path
     assert max(losses) - min(losses) > 1e-3, "weights that have not moved prove nothing"
 
 
-@pytest.mark.slow
-def test_a_process_holds_its_share_and_about_two_unsharded_units_at_a_time(tmp_path):
-    """The share is of parameters, gradients and momentum; two replicas hold the model twice. Of the
-    units, one computes and one is prefetched, in the forward and backward pass. A hang is named
-    before the groups of replicas time out."""
-    text = project("sharded_memory")
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
-    flags = [*SMALL, "--replicas", 2, "--batch-size", 8, "--max-steps", 1]
-    (run,) = train_forked(tmp_path, (4, script, flags))
-    unit = 4 * (192 + 1) * 192
-    whole = 3 * 9 * unit
-    for rank in range(4):
-        held, gathered, timeouts = json.loads((run.directory / f"held.{rank}").read_text())
-        assert whole / 2 <= held <= whole / 2 + unit
-        assert unit <= gathered <= 2 * unit
-        assert timeouts == [recipe.TIMEOUT.total_seconds()] * 2
-
-
 def test_mistakes_are_one_line():
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=4)
     with pytest.raises(Exit, match="--replicas: 4 process\\(es\\) do not make 3"):

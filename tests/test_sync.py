@@ -13,7 +13,7 @@ import sync
 from conftest import load
 from new import definitions
 from processes import ROOT
-from recipe import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
+from shared_block import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
 RECIPES = ROOT / "recipes"
 BASELINE = RECIPES / "data_parallel_cifar.py"
@@ -94,7 +94,7 @@ def project(tmp_path):
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "project/tools").mkdir()
-    for name in ("Makefile", "pyproject.toml", "tools/sync.py", "tools/recipe.py"):
+    for name in ("Makefile", "pyproject.toml", "tools/sync.py", "tools/shared_block.py"):
         shutil.copy(ROOT / name, tmp_path / "project" / name)
     for path in COPIES:  # also where the recipes have drifted
         text = path.read_text().replace(shared_block(path), shared_block(REFERENCE))

@@ -33,13 +33,13 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def args(base):
-    sizes = {"size": 32, "batch_size": 5}
+    sizes = {"size": 32, "batch_size": 5, "caption": "text"}
     return SimpleNamespace(base=str(base), images=str(base.parent / "captions"), **sizes)
 
 
 def test_images_and_captions_are_encoded_as_their_models_do(base, args):
     """Each alone, by the models themselves."""
-    rows = [(f"{i}.webp", f"{'a ' * i}red ellipse") for i in range(7)]
+    rows = [(base.parent / f"captions/{i}.webp", f"{'a ' * i}red ellipse") for i in range(7)]
     for i in range(7):  # the model reads the middle of a wide image
         wide = Image.new("RGB", (32 + 2 * i, 32))
         wide.paste(Image.open(base.parent / f"captions/{i}.png"), (i, 0))
@@ -180,7 +180,7 @@ def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch
         os.utime(tmp_path / "0.png", (0, now.written))
         args.base, args.size = now.base, now.size
         for _ in range(2):
-            rows = [("0.png", now.caption)]
+            rows = [(tmp_path / "0.png", now.caption)]
             assert lib.latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
         assert len(calls) == 1, changed
         calls.clear()

@@ -49,7 +49,7 @@ def trained(tmp_path_factory):
 def exact_training(clip_norm, no_targets, steps):
     """In float64, in one batch: the mean over all tokens. Return weights before and after, the
     losses and the norms of the gradient."""
-    ours = load("tests/programs/copies/tokens.py")
+    ours = load("tests/programs/overrides/tokens.py")
     ours.LENGTHS = NO_TARGETS if no_targets else ours.LENGTHS
     model = ours.build_model(None).double()
     initial = {name: value.clone() for name, value in model.state_dict().items()}

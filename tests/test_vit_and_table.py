@@ -31,7 +31,7 @@ def photos(tmp_path_factory):
 def small(photos):
     """The flags of a ViT with two layers."""
     sizes = {"size": 16, "patch": 8, "width": 64, "layers": 2}
-    return SimpleNamespace(photos=photos, lr=0.5, layer_decay=0.5, **sizes)
+    return SimpleNamespace(photos=photos, test=None, lr=0.5, layer_decay=0.5, **sizes)
 
 
 DECAYING = "self_attention.in_proj_weight self_attention.out_proj.weight mlp.0.weight mlp.3.weight"
@@ -55,7 +55,7 @@ def test_each_layer_has_its_rate_and_only_matrices_decay(small):
 
 
 def test_all_tensors_of_torchvisions_vit_fit_but_the_heads(photos):
-    args = SimpleNamespace(photos=photos, size=224, patch=16, width=768, layers=12)
+    args = SimpleNamespace(photos=photos, test=None, size=224, patch=16, width=768, layers=12)
     with torch.device("meta"):
         models = vit.build_model(args), torchvision.models.vit_b_16()
     ours, theirs = ({k: x.shape for k, x in model.state_dict().items()} for model in models)
@@ -141,8 +141,8 @@ def test_labels_are_smoothed_in_training_only():
 IN_FLOAT64 = [
     ("v2.ToDtype(torch.float32, ", "v2.ToDtype(torch.float64, "),
     (
-        "        num_classes=len(classes),\n    )",
-        "        num_classes=len(classes),\n    ).double()",
+        "        num_classes=len(photo_classes(args)),\n    )",
+        "        num_classes=len(photo_classes(args)),\n    ).double()",
     ),
     ("    logits = model(images)", "    logits, targets = model(images), targets.double()"),
 ]

@@ -28,13 +28,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import machine
 import plot
+import running
 import torch
-from recipe import check_names, parts
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
+from shared_block import check_names, parts
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -101,7 +101,7 @@ def run_copy(task, copy, *flags):
         register_optimizer_step_pre_hook(change)
     elif task != "train":
         register_optimizer_step_post_hook(kill)
-    machine.run_script(copy, *flags)
+    running.run_script(copy, *flags)
 
 
 def train(run, output):
@@ -110,7 +110,7 @@ def train(run, output):
     for number, task in enumerate(run["tasks"], 1):
         command = [sys.executable, *TORCHRUN, run["processes"], __file__, "run", task, run["copy"]]
         command = [str(x) for x in (*command, *run["flags"], "--output-dir", output)]
-        code, lines = machine.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
+        code, lines = running.execute(command, {**os.environ, **ENVIRONMENT}, timeout=1e6)
         text = "".join(line for _, line in lines)
         log = output.with_name(f"{output.name}.{number}.txt")
         log.write_text(text)
@@ -395,7 +395,7 @@ def main():
     directory = results.with_suffix("")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    content = machine.describe(args.gpus) | {"gpus": args.gpus}
+    content = running.describe(args.gpus) | {"gpus": args.gpus}
     content |= {"runs": (runs := Check(args, directory, console).all())}
     table = Table("run", "compared with", "judged", "nearest to its bound", "verdict", box=None)
     for run in (run for run in runs[1:] if run["name"] != "perturbed"):

@@ -23,7 +23,7 @@ from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from recipe import (
+from shared_block import (
     COPIES,
     IMPORTS,
     INFRASTRUCTURE,

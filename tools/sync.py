@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from recipe import (
+from shared_block import (
     COPIES,
     INFRASTRUCTURE,
     REFERENCE,

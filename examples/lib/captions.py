@@ -2,7 +2,6 @@
 """Images and their captions, as CLIP reads them."""
 
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,9 +33,8 @@ class Captioned(Dataset):
     """Images, (3, H, W) float32, and the tokens of their captions, (N,) int64. Random ones of the
     transforms draw from torch's global generator, which the recipe seeds for each sample."""
 
-    def __init__(self, rows, folder, tokenize, *transforms):
+    def __init__(self, rows, tokenize, *transforms):
         self.rows = rows
-        self.folder = folder
         self.tokenize = tokenize
         normalize = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
         self.transform = v2.Compose([v2.ToImage(), *transforms, *normalize])
@@ -45,9 +43,8 @@ class Captioned(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        name, caption = self.rows[index]
-        image = read_image(Path(self.folder, name))
-        return self.transform(image), torch.tensor(self.tokenize(caption)["input_ids"])
+        image, caption = self.rows[index]
+        return self.transform(read_image(image)), torch.tensor(self.tokenize(caption)["input_ids"])
 
 
 def pad_captions(batch):

@@ -22,7 +22,14 @@ def read_image(file, name=None):
 
 def is_image(path):
     """Return whether PIL reads files with this ending, in lower or upper case."""
-    return Image.registered_extensions().get(Path(path).suffix.lower()) in Image.OPEN
+    return Image.registered_extensions().get(Path(path).suffix.lower()) in formats()
+
+
+def formats():
+    """Return the formats that PIL reads itself: for EPS, whatever its file is called, it starts a
+    Ghostscript that is installed."""
+    Image.init()
+    return [x for x in Image.OPEN if x != "EPS"]
 
 
 def log_left_out(folder, used):
@@ -48,7 +55,7 @@ def check_depth(image, name):
 
 def exit_if_missing(paths, named):
     """Exit with an error if a file is missing: a training would find it after hours."""
-    if missing := [path for path in paths if not path.exists()]:
+    if missing := [x for x in paths if isinstance(x, Path) and not x.exists()]:
         exit_with_error(f"{named}: {missing[0]} is missing ({len(missing)} files in all)")
 
 
@@ -62,7 +69,8 @@ def read_pixels(file, name=None):
 def opened(file, name=None):
     """Open an image of PIL. Name it in an error."""
     try:
-        with Image.open(file.file() if hasattr(file, "file") else file) as image:
+        opened_file = file.file() if hasattr(file, "file") else file
+        with Image.open(opened_file, formats=formats()) as image:
             yield image
     except Exception as error:  # PIL raises many types
         reason = getattr(error, "strerror", None) or error

@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error, replace_file
 from lib.images import exit_if_missing, read_image
+from lib.rows import source_key
 
 
 class Noisy(Dataset):
@@ -64,8 +65,8 @@ def encode(rows, args, device):
     transform = v2.Compose([v2.ToImage(), *crop, *normalize])
     encoded = []
     for begin in range(0, len(rows), args.batch_size):
-        names, captions = zip(*rows[begin : begin + args.batch_size], strict=True)
-        pixels = torch.stack([transform(read_image(Path(args.images, name))) for name in names])
+        images, captions = zip(*rows[begin : begin + args.batch_size], strict=True)
+        pixels = torch.stack([transform(read_image(image)) for image in images])
         latents = pipeline.vae.encode(pixels.to(device)).latent_dist
         texts, _ = pipeline.encode_prompt(list(captions), device, 1, False)
         encoded.append([x.cpu() for x in (latents.mean * scale, latents.std * scale, texts)])
@@ -75,9 +76,9 @@ def encode(rows, args, device):
 def encoded_once(rows, args, accelerator):
     """Return what `encode` does. The main process writes it to --output-dir, unless it is there,
     and all map the file."""
-    paths = [Path(args.images, name) for name, _ in rows]
-    exit_if_missing(paths, f"--images {args.images}")
-    files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    images = [image for image, _ in rows]
+    exit_if_missing(images, f"--images {args.images}")
+    files = [source_key(getattr(image, "source", image)) for image in images]
     key = hashlib.sha256(repr((args.base, args.size, rows, files)).encode()).hexdigest()
     # Copies of the images on other machines may have other times.
     [key] = broadcast_object_list([key])

@@ -18,7 +18,7 @@ SOURCES = "a file, a folder of save_to_disk, or NAME[@REVISION][:CONFIG]:SPLIT o
 
 def is_dataset(source):
     """Return whether a source is one of the `datasets` library, not a file."""
-    named = DATASET.fullmatch(source) and not Path(source).exists()
+    named = DATASET.fullmatch(str(source)) and not Path(source).exists()
     return bool(named) or Path(source).is_dir()
 
 
@@ -46,11 +46,11 @@ def dataset_of(source):
         raise OSError(f"{reason:.300}. Name {SOURCES}") from None
     if isinstance(rows, dict):
         raise OSError(f"name the folder of a split: {', '.join(f'{source}/{x}' for x in rows)}")
-    for name, feature in [*rows.features.items()]:
+    for name, feature in rows.features.items():
         one = getattr(feature, "feature", feature)  # of a list, its elements
         if isinstance(one, datasets.Image | datasets.Audio):
             one.decode = False
-            rows.features[name] = feature  # so that `features` looks again at what it decodes
+            rows.info.features[name] = feature
     return rows
 
 
@@ -74,17 +74,29 @@ class Stored(NamedTuple):
         return io.BytesIO(value["bytes"]) if value["bytes"] else value["path"]
 
 
+@cache
+def located(folder):
+    """Return a function that converts a value of a row: the name of a file, into its path from this
+    folder. What is `Stored` stays so."""
+
+    def path(value):
+        return value if isinstance(value, Stored) else Path(folder, nonempty_text(value))
+
+    return path
+
+
 def dataset_rows(source):
     """Yield the rows of a dataset. Classes have their names, or None in place of -1; images and
     sounds are `Stored`."""
     import datasets
 
     rows = dataset_of(source)
-    one = {name: getattr(x, "feature", x) for name, x in rows.features.items()}
+    features = rows.features
+    one = {name: getattr(x, "feature", x) for name, x in features.items()}
     classes = {name: x.names for name, x in one.items() if isinstance(x, datasets.ClassLabel)}
     media = [name for name, x in one.items() if isinstance(x, datasets.Image | datasets.Audio)]
-    lists = [name for name in media if one[name] is not rows.features[name]]
-    alone = [name for name in media if name not in lists]
+    alone = [name for name in media if one[name] is features[name]]
+    lists = {*media} - {*alone}
 
     def named(value, names):
         if isinstance(value, list):

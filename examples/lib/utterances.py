@@ -2,6 +2,7 @@
 """Speech: wav files as spectra, texts as characters, and how many of their words are wrong."""
 
 import math
+import shlex
 import wave
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,7 @@ def samples_in(path):
     except (wave.Error, EOFError) as error:
         found = str(error) or "empty"
     if found != (16, RATE):
-        remedy = f"ffmpeg -i {path} -ar {RATE} -c:a pcm_s16le new.wav"
+        remedy = f"ffmpeg -i {shlex.quote(str(path))} -ar {RATE} -c:a pcm_s16le new.wav"
         exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz, {found}: {remedy}")
     return samples
 

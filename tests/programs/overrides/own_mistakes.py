@@ -1,26 +1,20 @@
 """For copies in test_own_mistakes.py: mistakes that processes have to tell each other."""
 
-import argparse
 import sys
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddp_cifar import RANK, build_model, main, make_optimizer, train_step
+from ddp_cifar import RANK, build_model, main, train_step
 
-plain_model, plain_optimizer, plain_step = build_model, make_optimizer, train_step
+plain_model, plain_step = build_model, train_step
 plain_main = main
 
 
 def draw_weights_by_rank(accelerator, model):
     torch.manual_seed(accelerator.process_index)
     nn.init.normal_(next(model.parameters()))
-
-
-def optimizer_by_rank(model, args, total_steps):
-    args = argparse.Namespace(**{**vars(args), "lr": args.lr * (RANK + 1)})
-    return plain_optimizer(model, args, total_steps)
 
 
 def model_with_an_unused_layer(args):
