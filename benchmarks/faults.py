@@ -218,7 +218,7 @@ class Checkpoints:
         """Damage the newest of several intact ones, or leave what a killed save may leave."""
         newest, *others = [path for path, kinds in self.kinds().items() if not kinds] or [None]
         if kind == "stale file" and newest:
-            (self.output / "unfinished.tmp").write_bytes(b"x" * 1000)
+            (self.output / "unfinished.pt.tmp").write_bytes(b"x" * 1000)
         elif kind == "deleted checkpoint" and others:
             newest.rename(self.output.with_name(f"{time.time_ns()}"))
         elif kind in ("cut checkpoint", "flipped bit") and others:

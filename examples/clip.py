@@ -48,11 +48,12 @@ from lib.rows import located, nonempty_text, read_rows
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
-    parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
-    parser.add_argument("--captions", default="captions.jsonl", help="rows (captions.jsonl)")
-    parser.add_argument("--image", default="image", help="the column of images (image)")
-    parser.add_argument("--caption", default="caption", help="the column of captions (caption)")
-    parser.add_argument("--length", type=int, default=77, help="tokens of a caption, at most (77)")
+    add = parser.add_argument
+    add("--base", required=True, help="a directory, or a model's name on the Hub")
+    add("--captions", default="captions.jsonl", help="a file, or a dataset (captions.jsonl)")
+    add("--image", default="image", help="the column of images (image)")
+    add("--caption", default="caption", help="the column of captions (caption)")
+    add("--length", type=int, default=77, help="tokens of a caption, at most (77)")
     parser.set_defaults(lr=1e-5, epochs=3, clip_norm=1.0)  # usual for pretrained weights
 
 

@@ -43,13 +43,14 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from lib.fine_tuning import make_optimizer
 from lib.negatives import info_nce, loss_among_all, means_among_all, with_cached_gradients
 from lib.pooling import pooled, pooling_of, save_pooling
+from lib.pretrained import save_card
 from lib.rows import read_texts
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
-    parser.add_argument("--pairs", default="pairs.jsonl", help="rows (pairs.jsonl)")
+    parser.add_argument("--pairs", default="pairs.jsonl", help="a file, or a dataset (pairs.jsonl)")
     parser.add_argument("--anchor", default="anchor", help="the column of anchors (anchor)")
     parser.add_argument("--positive", default="positive", help="that of positives (positive)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text, at most (128)")
@@ -66,6 +67,7 @@ def load_data(args, accelerator):
         tokenizer.save_pretrained(args.output_dir)
         AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
         save_pooling(args)
+        save_card(args)
 
     def tokenize(batch):
         cut = {"truncation": True, "max_length": args.length}

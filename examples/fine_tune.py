@@ -18,21 +18,21 @@ directory with the other files of --base.
 Group: language. Recipes: ddp, amp, sharded.
 """
 
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lib.fine_tuning import make_optimizer
+from lib.rows import read_text
 from lib.token_losses import with_token_losses
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     parser.add_argument("--base", required=True, help="a directory, or a model's name on the Hub")
-    parser.add_argument("--text", default="text.txt", help="a file (text.txt)")
+    parser.add_argument("--text", default="text.txt", help="a file, or a dataset (text.txt)")
+    parser.add_argument("--column", default="text", help="of a dataset (text)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (128)")
     parser.set_defaults(
         lr=1e-5, batch_size=8, epochs=3, clip_norm=1.0
@@ -43,7 +43,7 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, the last tenth of the text: (B, length + 1)
     int64, the tokens, and -100 behind the end of the text."""
     tokenizer = AutoTokenizer.from_pretrained(args.base)
-    tokens = torch.tensor(tokenizer(Path(args.text).read_text("utf-8"))["input_ids"])
+    tokens = torch.tensor(tokenizer(read_text(args.text, args.column))["input_ids"])
     starts = range(0, len(tokens) - 1, args.length)
 
     def read(batch):

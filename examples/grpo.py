@@ -48,7 +48,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
     add = parser.add_argument
-    add("--prompts", default="prompts.jsonl", help="rows (prompts.jsonl)")
+    add("--prompts", default="prompts.jsonl", help="a file, or a dataset (prompts.jsonl)")
     add("--group", type=positive(int), default=8, help="completions of a prompt (8)")
     add("--new-tokens", type=positive(int), default=256, help="most of a completion (256)")
     add("--temperature", type=positive(float), default=1.0, help="of the completions (1.0)")

@@ -21,8 +21,6 @@ alone. Every masked token counts once. Without lora, `transformers.pipeline("fil
 Group: language. Recipes: ddp, amp, sharded.
 """
 
-from pathlib import Path
-
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -31,14 +29,16 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 from ddp_cifar import exit_with_error
 from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
+from lib.rows import read_text
 
 
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.txt", help="a text file (train.txt)")
-    add("--test", default="test.txt", help="a text file (test.txt)")
+    add("--train", default="train.txt", help="a text file, or a dataset (train.txt)")
+    add("--test", default="test.txt", help="a text file, or a dataset (test.txt)")
+    add("--column", default="text", help="of a dataset (text)")
     add("--length", type=int, default=128, help="tokens of a sequence (128)")
     add("--masked", type=float, default=0.15, help="share of the tokens to predict (0.15)")
     parser.set_defaults(lr=5e-5, batch_size=32, epochs=3, clip_norm=1.0)
@@ -49,7 +49,7 @@ class Masked(Dataset):
     are drawn from torch's global generator, which the recipe seeds for each sample."""
 
     def __init__(self, path, tokenizer, args):
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = read_text(path, args.column).splitlines()
         encoded = tokenizer([line for line in lines if line.strip()])["input_ids"]
         tokens = torch.tensor([token for line in encoded for token in line])
         if len(tokens) < args.length:

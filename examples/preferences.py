@@ -43,7 +43,7 @@ from sft import build_model, make_optimizer
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
-    parser.add_argument("--pairs", default="pairs.jsonl", help="rows (pairs.jsonl)")
+    parser.add_argument("--pairs", default="pairs.jsonl", help="a file, or a dataset (pairs.jsonl)")
     for name in ("prompt", "chosen", "rejected"):
         parser.add_argument(f"--{name}", default=name, help=f"the column of this name ({name})")
     parser.add_argument("--beta", type=float, default=0.1, help="higher: nearer to --base (0.1)")

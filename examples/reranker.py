@@ -12,11 +12,11 @@ With a model of the Hub and your own train.jsonl and test.jsonl, with labels:
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
         --base microsoft/MiniLM-L12-H384-uncased
 
-The toy model has random weights: --lr is higher for it. Files are JSON lines, CSV or Parquet;
---query, --document and --label are their columns. A label is a number from 0 to 1. With --negatives
-N there are no labels: each row is a relevant pair, and N documents of other queries are drawn for
-its query, in training others in each epoch. test_ndcg_at_10 and test_mrr are means over the queries
-of the test set. The loss is the binary cross-entropy.
+The toy model has random weights: --lr is higher for it. They are JSON lines, CSV, Parquet or
+datasets; --query, --document and --label are their columns. A label is a number from 0 to 1. With
+--negatives N there are no labels: each row is a relevant pair, and N documents of other queries are
+drawn for its query, in training others in each epoch. test_ndcg_at_10 and test_mrr are means over
+the queries of the test set. The loss is the binary cross-entropy.
 
 Without lora, `CrossEncoder("runs/mine")` of sentence-transformers loads a run: its `predict`
 returns the probability that a document is relevant.
@@ -39,8 +39,8 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.jsonl", help="a file: JSON lines, .csv, .parquet (train.jsonl)")
-    add("--test", default="test.jsonl", help="a file of the same kind (test.jsonl)")
+    add("--train", default="train.jsonl", help="a file, or a dataset (train.jsonl)")
+    add("--test", default="test.jsonl", help="a file, or a dataset (test.jsonl)")
     add("--query", default="query", help="the column of queries (query)")
     add("--document", default="document", help="the column of documents (document)")
     add("--label", default="label", help="the column of labels (label)")

@@ -13,11 +13,11 @@ With a model of the Hub and your own train.csv and test.csv:
         --base google-t5/t5-small --prefix "summarize: " --train train.csv --test test.csv \\
         --source document --target summary --score rouge
 
-The toy model has random weights: --lr is higher for it. Files are JSON lines, CSV or Parquet;
---source and --target are their columns. Every token of a target counts once. In evaluations the
-model generates a target for each test source, by --beams and with at most --new-tokens tokens.
---score bleu compares them with the whole true targets by sacrebleu, --score rouge by rouge-score,
-with stemming. All scores are from 0 to 100.
+The toy model has random weights: --lr is higher for it. They are JSON lines, CSV, Parquet or
+datasets; --source and --target are their columns, such as translation.de and translation.en. Every
+token of a target counts once. In evaluations the model generates a target for each test source, by
+--beams and with at most --new-tokens tokens. --score bleu compares them with the whole true targets
+by sacrebleu, --score rouge by rouge-score, with stemming. All scores are from 0 to 100.
 
 Without lora, AutoModelForSeq2SeqLM and AutoTokenizer load it by `from_pretrained("runs/mine")`.
 
@@ -41,8 +41,8 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.jsonl", help="a file: JSON lines, .csv, .parquet (train.jsonl)")
-    add("--test", default="test.jsonl", help="a file of the same kind (test.jsonl)")
+    add("--train", default="train.jsonl", help="a file, or a dataset (train.jsonl)")
+    add("--test", default="test.jsonl", help="a file, or a dataset (test.jsonl)")
     add("--source", default="source", help="the column of sources (source)")
     add("--target", default="target", help="the column of targets (target)")
     add("--prefix", default="", help='of each source: "summarize: " for T5')

@@ -46,7 +46,7 @@ from lib.token_losses import with_token_losses
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
-    parser.add_argument("--chats", default="chats.jsonl", help="rows (chats.jsonl)")
+    parser.add_argument("--chats", default="chats.jsonl", help="a file, or a dataset (chats.jsonl)")
     parser.set_defaults(lr=1e-5, batch_size=4, epochs=3)  # usual for pretrained weights
 
 

@@ -7,16 +7,18 @@
         --train toy/labels/train.jsonl --test toy/labels/test.jsonl --epochs 4 --batch-size 16 \\
         --lr 1e-3
 
-With a model of the Hub and your own train.jsonl and test.jsonl:
+With a model and a dataset of the Hub, or your own train.jsonl and test.jsonl:
 
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
-        --base distilbert/distilbert-base-uncased
+        --base distilbert/distilbert-base-uncased --train stanfordnlp/imdb:train \\
+        --test stanfordnlp/imdb:test
 
-The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV or
-Parquet; --text and --label are their columns. Labels are strings or integers. Each batch is padded
-to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the test set or in
-its predictions. Tokenizer and config.json, with the names of the classes, are in the output
-directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the model.
+The toy model has random weights: --lr is higher for it. --train and --test are JSON lines, CSV,
+Parquet or datasets; --text and --label are their columns. Labels are strings or integers. Each
+batch is padded to its longest text. test_macro_f1 is the mean F1 over the classes that occur in the
+test set or in its predictions. Tokenizer and config.json, with the names of the classes, are in the
+output directory: without lora, `transformers.pipeline("text-classification", "runs/mine")` uses the
+model.
 
 Group: language. Recipes: ddp, amp, sharded.
 """
@@ -37,8 +39,8 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.jsonl", help="a file: JSON lines, .csv, .parquet (train.jsonl)")
-    add("--test", default="test.jsonl", help="a file of the same kind (test.jsonl)")
+    add("--train", default="train.jsonl", help="a file, or a dataset (train.jsonl)")
+    add("--test", default="test.jsonl", help="a file, or a dataset (test.jsonl)")
     add("--text", default="text", help="the column of texts (text)")
     add("--label", default="label", help="the column of labels (label)")
     add("--length", type=int, default=512, help="tokens of a text at most (512)")

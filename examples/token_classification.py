@@ -13,8 +13,8 @@ With a model of the Hub and your own train.conll and test.conll:
         --base google-bert/bert-base-cased
 
 The toy model has random weights: --lr is higher for it. A line of a .conll file has a word, any
-other columns, and the word's tag; an empty line ends a sentence. Other files are JSON lines, or
-Parquet, whose columns --words and --tags are lists of strings. A word's first token has its tag,
+other columns, and the word's tag; an empty line ends a sentence. Others are JSON lines, Parquet or
+datasets, whose columns --words and --tags are lists of strings. A word's first token has its tag,
 and every word counts once. If all tags are those of entities, as B-PER, I-PER and O, then
 test_precision, test_recall and test_f1 count whole entities of the test set, as conlleval does.
 Without lora, `transformers.pipeline("token-classification", "runs/mine",
@@ -44,8 +44,8 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.conll", help="a file: .conll, JSON lines, ... (train.conll)")
-    add("--test", default="test.conll", help="a file of the same kind (test.conll)")
+    add("--train", default="train.conll", help="a file, or a dataset (train.conll)")
+    add("--test", default="test.conll", help="a file, or a dataset (test.conll)")
     add("--words", default="tokens", help="the column of words, not of .conll (tokens)")
     add("--tags", default="ner_tags", help="the column of tags, not of .conll (ner_tags)")
     add("--length", type=int, default=512, help="tokens of a sentence; others are cut off (512)")

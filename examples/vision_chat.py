@@ -48,7 +48,7 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add_chat_flags(parser)
     add = parser.add_argument
-    add("--chats", default="chats.jsonl", help="rows (chats.jsonl)")
+    add("--chats", default="chats.jsonl", help="a file, or a dataset (chats.jsonl)")
     add("--length", type=int, default=4096, help="most tokens of a chat with its images (4096)")
     add("--train-vision", action="store_true", help="train the vision encoder, too")
     parser.set_defaults(lr=1e-5, batch_size=4, epochs=3)  # usual for pretrained weights

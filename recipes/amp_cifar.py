@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 5861361f60cf: identical in all recipes, edit only above it
+# ================= shared infrastructure db56a8681d8b: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -332,7 +332,6 @@ LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 RANK_AND_HOST = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
-UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
 TIMEOUT = timedelta(hours=6)  # of collectives. The Watcher ends a run that hangs
 LAUNCHER_TIMEOUT = timedelta(minutes=1)  # to connect to its store, which exists before the ranks
 
@@ -494,15 +493,16 @@ class Run:
     def exit_on(self, number):
         """Exit on a signal, unless it is 0, which all ranks have agreed on."""
         if number:
+            self.close()
             if RANK == 0:
                 remedy = "rerun the command to resume"
                 log_line(f"stopped after step {self.step}, which is saved: {remedy}")
-            self.close()
             exit_now(128 + number)
 
     def close(self):
         """Finish the trackers, and wait for all ranks: the launcher would kill those that save."""
         self.is_paused = True
+        self.checkpoints.wait()
         for tracker in self.accelerator.trackers:
             tracker.finish()
         self.accelerator.wait_for_everyone()
@@ -888,12 +888,15 @@ class Checkpoints:
                 for old in written[: -run.args.keep]:
                     self.delete(old)
         except Exception as error:
-            Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
+            Path(run.directory, "unfinished.pt.tmp").unlink(missing_ok=True)  # frees the disk
             error = error if isinstance(error, OSError) else error.__context__ or error
             exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
         if run.cpu_group:
             distributed.barrier(run.cpu_group)
         return time.perf_counter() - began
+
+    def wait(self):
+        """Return when all is written: for a `save` that leaves that to a thread."""
 
     def collect_weights(self):
         """Return the weights of the whole model. Those of the main process are written."""
@@ -989,7 +992,7 @@ def set_buffers(model, values):
 def replace_file(path, write):
     """On the main process, make a file by `write`: renamed into place after fsync."""
     if RANK == 0:
-        temporary = path.with_name(UNFINISHED)
+        temporary = path.with_name(f"unfinished{path.suffix}.tmp")  # a thread may write another
         temporary.unlink(missing_ok=True)  # a link leads elsewhere
         temporary.touch()
         mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
@@ -1217,8 +1220,10 @@ def exit_with_exception(error):
 
 
 def exit_with_error(message, status=2, details="", wait=0):
-    """Print an error in one line, and exit. Any rank may call this."""
+    """Print an error in one line, and exit. Any rank may call this, in any thread."""
     if LOCAL_RANK > 0:
+        if threading.current_thread() is not threading.main_thread():
+            sys.exit(message)  # to be raised in the main thread, which alone can handle SIGTERM
         wait += 4 + LOCAL_RANK
         message = f"rank {RANK}: {message}"
     if wait:  # the launcher may end it by SIGTERM, which the Watcher has blocked

@@ -438,7 +438,7 @@ def read_folder(checkpoints, path):
                 raise ValueError(f"{name} is damaged, or not of this checkpoint")
     except Exception as error:
         failure = error
-    raise_if_any_failed(failure)
+    gather_or_raise(checkpoints.run, failure)
     checkpoint["states"]["folder"] = str(path)
     return checkpoint
 
@@ -488,7 +488,7 @@ def write_shards(checkpoints, shards, folder):
             if re.fullmatch(r"step-\d{8}(\.deleted)?\.tmp", unfinished.name):
                 shutil.rmtree(unfinished, ignore_errors=True)  # a link stays
         folder.mkdir()  # torch would also make the output directory anew
-    utils.wait_for_everyone()
+    gather_or_raise(checkpoints.run, None)  # all wait
     files = number_files(shards)  # torch uses rank 0's on all ranks: it has most rows
     writer = dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True)
     writer.per_thread_copy_ahead = 0  # or copies of the shards would stay in pinned memory
@@ -503,8 +503,7 @@ def write_shards(checkpoints, shards, folder):
         failure = next(iter(error.failures.values()))[0]
     except Exception as error:
         failure = error
-    raise_if_any_failed(failure)
-    of_ranks = utils.gather_object([checksums])
+    of_ranks = gather_or_raise(checkpoints.run, failure, checksums)
     return {name: value for part in of_ranks for name, value in part.items()}
 
 
@@ -525,15 +524,18 @@ SHARDED = {
 }
 
 
-def raise_if_any_failed(error):
-    """Raise the same error on all ranks if `error` is not None on one of them: OSError if the file
-    system or memory has failed a rank, so that the checkpoint may be intact."""
+def gather_or_raise(run, error, value=None):
+    """Return the values of all ranks, or raise the same error on all of them if one has an `error`:
+    OSError if the file system or memory has failed it, so that the checkpoint may be intact. The
+    group is not that of the steps: a thread may write a checkpoint."""
     is_external = isinstance(error, OSError | MemoryError)
     failure = (not is_external, f"{error!r} on {RANK_AND_HOST}") if error else None
-    failures = sorted(filter(None, utils.gather_object([failure])))
-    if failures:
+    rows = [None] * WORLD_SIZE
+    distributed.all_gather_object(rows, (failure, value), run.cpu_group)
+    if failures := sorted(failure for failure, _ in rows if failure):
         is_damage, text = failures[0]
         raise RuntimeError(text) if is_damage else OSError(text)
+    return [value for _, value in rows]
 
 
 def without_shards(value, shards, name="states"):
@@ -632,7 +634,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 5861361f60cf: identical in all recipes, edit only above it
+# ================= shared infrastructure db56a8681d8b: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -644,7 +646,6 @@ LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 RANK_AND_HOST = f"rank {RANK} on {socket.gethostname()}"
 VERSIONS = f"torch {torch.__version__}, accelerate {accelerate.__version__}"
-UNFINISHED = "unfinished.tmp"  # the name of a file while it is written
 TIMEOUT = timedelta(hours=6)  # of collectives. The Watcher ends a run that hangs
 LAUNCHER_TIMEOUT = timedelta(minutes=1)  # to connect to its store, which exists before the ranks
 
@@ -806,15 +807,16 @@ class Run:
     def exit_on(self, number):
         """Exit on a signal, unless it is 0, which all ranks have agreed on."""
         if number:
+            self.close()
             if RANK == 0:
                 remedy = "rerun the command to resume"
                 log_line(f"stopped after step {self.step}, which is saved: {remedy}")
-            self.close()
             exit_now(128 + number)
 
     def close(self):
         """Finish the trackers, and wait for all ranks: the launcher would kill those that save."""
         self.is_paused = True
+        self.checkpoints.wait()
         for tracker in self.accelerator.trackers:
             tracker.finish()
         self.accelerator.wait_for_everyone()
@@ -1200,12 +1202,15 @@ class Checkpoints:
                 for old in written[: -run.args.keep]:
                     self.delete(old)
         except Exception as error:
-            Path(run.directory, UNFINISHED).unlink(missing_ok=True)  # frees the disk
+            Path(run.directory, "unfinished.pt.tmp").unlink(missing_ok=True)  # frees the disk
             error = error if isinstance(error, OSError) else error.__context__ or error
             exit_with_error(f"cannot write {path}, earlier ones stay ({error!r:.200})")
         if run.cpu_group:
             distributed.barrier(run.cpu_group)
         return time.perf_counter() - began
+
+    def wait(self):
+        """Return when all is written: for a `save` that leaves that to a thread."""
 
     def collect_weights(self):
         """Return the weights of the whole model. Those of the main process are written."""
@@ -1301,7 +1306,7 @@ def set_buffers(model, values):
 def replace_file(path, write):
     """On the main process, make a file by `write`: renamed into place after fsync."""
     if RANK == 0:
-        temporary = path.with_name(UNFINISHED)
+        temporary = path.with_name(f"unfinished{path.suffix}.tmp")  # a thread may write another
         temporary.unlink(missing_ok=True)  # a link leads elsewhere
         temporary.touch()
         mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
@@ -1529,8 +1534,10 @@ def exit_with_exception(error):
 
 
 def exit_with_error(message, status=2, details="", wait=0):
-    """Print an error in one line, and exit. Any rank may call this."""
+    """Print an error in one line, and exit. Any rank may call this, in any thread."""
     if LOCAL_RANK > 0:
+        if threading.current_thread() is not threading.main_thread():
+            sys.exit(message)  # to be raised in the main thread, which alone can handle SIGTERM
         wait += 4 + LOCAL_RANK
         message = f"rank {RANK}: {message}"
     if wait:  # the launcher may end it by SIGTERM, which the Watcher has blocked

@@ -48,8 +48,8 @@ RECIPES = ["ddp_cifar", pytest.param("sharded_cifar", marks=pytest.mark.slow)]
 DISTURBED = project("disturbed") + "\nFILE_SIZE = 1000\n"
 KILLS = {  # rank, step, what it is about to do in the save after that, where the next run begins
     "ddp_cifar": [
-        (0, 2, r"open unfinished\.tmp", 1),
-        (0, 3, r"os.rename unfinished\.tmp", 2),
+        (0, 2, r"open unfinished\.pt\.tmp", 1),
+        (0, 3, r"os.rename unfinished\.pt\.tmp", 2),
         (0, 4, "open killed", 4),  # the new one has its name
         (0, 6, r"os.remove step-\d+\.pt", 6),  # an old one is to be deleted
     ],
@@ -63,7 +63,7 @@ KILLS = {  # rank, step, what it is about to do in the save after that, where th
 }
 # A new checkpoint and its name are on the disk before an old one goes.
 ORDER = {
-    "ddp_cifar": r"fsync unfinished\.tmp rename unfinished\.tmp fsync killed OLD",
+    "ddp_cifar": r"fsync unfinished\.pt\.tmp rename unfinished\.pt\.tmp fsync killed OLD",
     "sharded_cifar": r"fsync run\.pt fsync (\S+) rename \1 fsync killed OLD",
 }
 

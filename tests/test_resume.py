@@ -54,7 +54,7 @@ def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(
         batches = (whole / f"batches.{rank}").read_text()
         assert batches.count("\n") == STEPS * microbatches
         assert batches == (broken / f"batches.{rank}").read_text()
-    assert not (broken / "unfinished.tmp").exists()
+    assert not (broken / "unfinished.pt.tmp").exists()
 
 
 CHUNKS = {"pipeline_cifar": ["--chunks", 2]}  # more would take more time

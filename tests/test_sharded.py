@@ -289,18 +289,23 @@ def test_each_rank_verifies_other_files_of_a_checkpoint(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(recipe, "checksum", lambda path: read.append(path.name) or "sum")
     monkeypatch.setattr(recipe, "WORLD_SIZE", 2)
+    monkeypatch.setattr(recipe, "gather_or_raise", lambda run, error: None)
     for rank in range(2):
         monkeypatch.setattr(recipe, "RANK", rank)
-        recipe.read_folder(None, tmp_path)
+        recipe.read_folder(SimpleNamespace(run=None), tmp_path)
     assert sorted(read) == files
 
 
 def test_a_rank_that_cannot_read_counts_before_a_damage_that_another_one_finds(monkeypatch):
     """The folder may be intact: it is not skipped."""
-    others = [(True, "a damage"), None]
-    monkeypatch.setattr(recipe.utils, "gather_object", lambda own: [*others, *own])
+    others = [((True, "a damage"), None), (None, None)]
+
+    def gather(rows, own, group):
+        rows[:] = [*others, own]
+
+    monkeypatch.setattr(recipe.distributed, "all_gather_object", gather)
     with pytest.raises(OSError, match="timed out"):
-        recipe.raise_if_any_failed(OSError("timed out"))
+        recipe.gather_or_raise(SimpleNamespace(cpu_group=None), OSError("timed out"))
 
 
 FILE_SIZE = 2**21

@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ddp_cifar import RANK, exit_with_error, log_line
+from lib.pretrained import save_card
 from lib.rows import divided
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
@@ -53,6 +54,7 @@ def chat_tokenizer(args, accelerator, kind=AutoTokenizer):
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
         AutoConfig.from_pretrained(args.base).save_pretrained(args.output_dir)
+        save_card(args)
         config.to_json_file(Path(args.output_dir, "generation_config.json"))
     if remark:
         note(remark)

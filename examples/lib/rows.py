@@ -6,7 +6,8 @@ import gzip
 import io
 import json
 import re
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,12 @@ def is_dataset(source):
     """Return whether a source is one of the `datasets` library, not a file."""
     named = DATASET.fullmatch(str(source)) and not Path(source).exists()
     return bool(named) or Path(source).is_dir()
+
+
+def hub_name(source):
+    """Return the name on the Hub of a source, or None."""
+    named = DATASET.fullmatch(str(source))
+    return named[1] if named and not Path(source).exists() and not Path(named[1]).exists() else None
 
 
 @cache
@@ -166,14 +173,24 @@ def read_lines(source, form, make):
 
 @lru_cache(4)  # the names of classes come from the training set, which several functions read
 def read_rows(source, *columns):
-    """Return a tuple of values for each row of a source. `columns` are pairs: a name, and a
-    function that converts a value, or raises ValueError. Exit with an error as `read_lines` does.
-    """
+    """Return a tuple of values for each row of a source. `columns` are pairs: a name, such as text,
+    or translation.de of a column of dictionaries, and a function that converts a value, or raises
+    ValueError. Exit with an error as `read_lines` does."""
+
+    def value(row, name):
+        return reduce(getitem, [name] if name in row else name.split("."), row)
 
     def values(row):
-        return tuple(convert(row[name]) for name, convert in columns)
+        return tuple(convert(value(row, name)) for name, convert in columns)
 
     return read_lines(source, ", ".join(name for name, _ in columns), values)
+
+
+def read_text(source, column):
+    """Return the text of a file or, of a dataset, those of a column, each ending its line."""
+    if not is_dataset(source):
+        return Path(source).read_text("utf-8")
+    return "".join(read_lines(source, column, lambda row: row[column].removesuffix("\n") + "\n"))
 
 
 def divided(read, source, test):
