@@ -3,13 +3,13 @@
 
 import math
 import shlex
-import wave
+import struct
 from itertools import pairwise
 from pathlib import Path
 
-import numpy
 import torch
 from rapidfuzz.distance import Levenshtein
+from scipy.io import wavfile
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -24,30 +24,33 @@ def read_list(path):
     """Return [(path of a wav file, its text, its number of samples)] of a file with a line for
     each: the path, from the folder of the list, a tab, and the text."""
     rows = []
-    for line in Path(path).read_text("utf-8-sig").splitlines():
-        name, tab, text = line.partition("\t")
-        if not tab:
-            exit_with_error(f"{path} needs lines of a path, a tab and a text, not {line!r:.80}")
-        file = Path(path).parent / name
-        rows.append((file, text, samples_in(file)))
+    try:
+        lines = Path(path).read_text("utf-8-sig").split("\n")
+    except ValueError as error:
+        exit_with_error(f"{path}: {error}")
+    for number, line in enumerate(lines, 1):
+        columns = line.strip("\r").split("\t")
+        if len(columns) == 2:
+            file = Path(path).parent / columns[0]
+            rows.append((file, columns[1], samples_in(file)))
+        elif line.strip():
+            found = f"{path}, line {number}: {line!r:.80}"
+            exit_with_error(f"{found}. Each line needs a path, a tab and a text")
     return rows
 
 
 def samples_in(path):
     """Return the number of samples of a wav file. Exit with an error if it has another format."""
     try:
-        with wave.open(str(path)) as file:
-            found = file.getsampwidth() * 8, file.getframerate()
-            samples = file.getnframes()
-            size = samples * file.getsampwidth() * file.getnchannels()
-        if not 0 < size <= Path(path).stat().st_size:
-            found = f"cut or empty: {size} bytes of samples by its header"
-    except (wave.Error, EOFError) as error:
-        found = str(error) or "empty"
-    if found != (16, RATE):
+        rate, samples = wavfile.read(path, mmap=True)  # an error if the file was cut off
+        found = f"{samples.dtype}, {rate} Hz"
+    except (ValueError, struct.error) as error:
+        found, samples = error, ()
+    if found != f"int16, {RATE} Hz" or not len(samples):
         remedy = f"ffmpeg -i {shlex.quote(str(path))} -ar {RATE} -c:a pcm_s16le new.wav"
-        exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz, {found}: {remedy}")
-    return samples
+        found = f"{found}, {len(samples)} samples"
+        exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz: {found}: {remedy}")
+    return len(samples)
 
 
 def is_too_short(text, samples):
@@ -58,10 +61,8 @@ def is_too_short(text, samples):
 
 def read_wav(path):
     """Return the mean of a file's channels: (N,) float32, from -1 to 1."""
-    with wave.open(str(path)) as file:
-        samples = numpy.frombuffer(file.readframes(file.getnframes()), "<i2")
-        samples = torch.from_numpy(samples.reshape(-1, file.getnchannels()).copy())
-    return samples.float().mean(1) / 2**15
+    _, samples = wavfile.read(path)
+    return torch.from_numpy(samples).float().view(len(samples), -1).mean(1) / 2**15
 
 
 def mel_filters(bins):
