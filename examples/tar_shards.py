@@ -33,6 +33,8 @@ from lib.images import read_image
 from lib.order import ByLane
 from lib.tar_samples import TarSamples, tar_index
 
+read_index = partial(torch.load, weights_only=True, mmap=True)
+
 
 def open_shards(args, part, accelerator, decode):
     """Return the samples of the shards of a part. Their index is a file, which processes map, so
@@ -47,13 +49,13 @@ def open_shards(args, part, accelerator, decode):
     file = Path(args.index or args.shards, f"{part}.pt")
     file.parent.mkdir(parents=True, exist_ok=True)
     with accelerator.main_process_first(), accelerator.local_main_process_first():
-        if not file.exists() or torch.load(file, mmap=True)["shards"] != shards:
+        if not file.exists() or read_index(file)["shards"] != shards:
             if not os.access(file.parent, os.W_OK):
                 exit_with_error(f"{file.parent} cannot be written to: name a folder by --index")
             samples = tar_index(paths, args.members)
             torch.save({"shards": shards, "samples": samples}, f"{file}.tmp")
             os.replace(f"{file}.tmp", file)  # at once: no process reads a part of it
-    return TarSamples(paths, torch.load(file, mmap=True)["samples"], decode)
+    return TarSamples(paths, read_index(file)["samples"], decode)
 
 
 def decode(args, transform, sample):
