@@ -25,6 +25,12 @@ def is_image(path):
     return Image.registered_extensions().get(Path(path).suffix.lower()) in Image.OPEN
 
 
+def is_of_a_program(path, folder):
+    """Return whether a name on the way from a folder to a file begins with "." or "@", as those
+    that programs add: .ipynb_checkpoints, @eaDir, ._1.jpg."""
+    return any(name[0] in ".@" for name in Path(path).relative_to(folder).parts)
+
+
 def log_left_out(folder, used):
     """Log how many files below a folder are not among those that are used."""
     if RANK == 0:

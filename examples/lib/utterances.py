@@ -78,7 +78,7 @@ def opened(sound):
         rate, samples = wavfile.read(sound.file())
         if (rate, samples.dtype) == (RATE, "int16"):
             return None
-    except ValueError:
+    except (ValueError, struct.error):
         pass  # no wav file
     try:
         return datasets.Audio(RATE, num_channels=1).decode_example(sound.value())
