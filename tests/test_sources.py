@@ -14,14 +14,14 @@ import pytest
 import torch
 import toy
 from conftest import Exit, exit_by_exception
-from lazy import datasets, huggingface_hub
+from lazy import datasets, huggingface_hub, lib
 from PIL import Image
 from scipy.io import wavfile
 from torch.utils.data import Subset
 from torchvision.transforms.v2.functional import to_image
 
 import ddp_cifar
-from lib import pretrained, rows
+from lib import rows
 from lib.images import read_image
 
 NAMES = ["O", "B-LOC"]
@@ -120,14 +120,14 @@ def test_a_model_card_names_data_of_the_hub_the_command_and_all_flags(tmp_path, 
     monkeypatch.setattr("sys.argv", ["mine.py", "--lr", "1e-3"])
     args = argparse.Namespace(output_dir=str(tmp_path), base="a/bert", lr=1e-3, weights=None)
     args.train, args.test, args.prompt = "b/texts@main:config:train[:9]", "test.jsonl", "c/d:train"
-    pretrained.save_card(args)
+    lib.pretrained.save_card(args)
     card = huggingface_hub.ModelCard.load(tmp_path / "README.md")
     expected = {"base_model": "a/bert", "datasets": ["b/texts"], "library_name": "transformers"}
     assert card.data.to_dict() == expected
     assert "`python mine.py --lr 1e-3`" in card.text and "--weights" not in card.text
     assert "\n--lr 0.001\n--train b/texts@main:config:train[:9]\n" in card.text
     (tmp_path / "README.md").write_text("mine")
-    pretrained.save_card(args)
+    lib.pretrained.save_card(args)
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -271,3 +271,20 @@ def test_all_sources_give_a_task_the_same_samples(task, bases, directory, monkey
     assert len(expected[0]) > 4
     for source in others:
         assert samples_of(task, source, bases, monkeypatch) == expected, source
+
+
+def test_a_sound_that_cannot_be_read_as_it_was_meant_is_one_line(directory, monkeypatch):
+    monkeypatch.setattr("datasets.config.TORCHCODEC_AVAILABLE", False)
+    monkeypatch.setattr("lib.utterances.exit_with_error", exit_by_exception)
+    for name, rate in (("good", 16000), ("rate", 8000)):
+        wavfile.write(f"{name}.wav", rate, numpy.arange(999, dtype="<i2"))
+    Path("cut.wav").write_bytes(Path("good.wav").read_bytes()[:-100])
+    Path("text.wav").write_text("no sound")
+    cases = {"rate": "please install 'torchcodec'. To decode it, all but wav files of 16 bits and"}
+    cases |= {"text": cases["rate"], "cut": "was cut off: Reached EOF prematurely"}
+    for name, said in cases.items():
+        made = datasets.Dataset.from_dict({"audio": [f"{name}.wav"], "text": ["a"]})
+        made.cast_column("audio", datasets.Audio()).save_to_disk(name)
+        with pytest.raises(Exit) as error:
+            lib.utterances.read_list(name)
+        assert f"{name}, row 1" in str(error.value) and said in str(error.value)

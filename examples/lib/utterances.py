@@ -3,6 +3,7 @@
 
 import math
 import struct
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,9 +76,13 @@ def opened(sound):
     import datasets  # needed for these alone
 
     try:
-        rate, samples = wavfile.read(sound.file())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Reached EOF")
+            rate, samples = wavfile.read(sound.file())
         if (rate, samples.dtype) == (RATE, "int16"):
             return None
+    except wavfile.WavFileWarning as error:
+        exit_with_error(f"{sound} was cut off: {error}")
     except (ValueError, struct.error):
         pass  # no wav file
     try:
