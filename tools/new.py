@@ -305,16 +305,6 @@ def recipe_of(own):
     return max(theirs, key=lambda name: len(ours & theirs[name]) / len(ours | theirs[name]))
 
 
-def has_edited_flags(own, recipe):
-    """Return whether a copy has other flags than those of its recipe and examples."""
-    try:
-        fresh = compose(RECIPES[recipe], "mine.py", recipe, parents(own))
-    except ValueError:  # of an example that is gone, or does not fit any more
-        return True
-    found, ours = definitions(fresh), definitions(own)
-    return any(found[name] != ours.get(name) for name in ("add_flags", "add_technique_flags"))
-
-
 def next_commands(path, recipe):
     """Return the lines that make the data of a copy's task, train it in two ways, and check it."""
     texts = [x for name in parents(path.read_text("utf-8")) for x in description(name)[0]]
@@ -353,14 +343,12 @@ def add(target, examples):
     """Put examples into a copy. Return its recipe, and the lines to print."""
     own, _, block = parts(target)
     recipe = recipe_of(own)
-    edited = has_edited_flags(own, recipe)
     split = is_split(own)
     write(target, compose(target, target.name, recipe, examples, adds=True, split=split))
     unused = unused_imports(parts(target)[0], block) - unused_imports(own, block)
     lines = [f"not used any more (F401): {', '.join(sorted(unused))}"] if unused else []
-    again = "Its flags are edited: train it with them, and then run "
-    again += f"make check COPY={shlex.quote(str(target))}"
-    return recipe, [*lines, *([again] if edited else next_commands(target, recipe))]
+    check = f'make check COPY={shlex.quote(str(target))} ARGS="your flags"'
+    return recipe, [*lines, check]
 
 
 def main():
