@@ -67,7 +67,7 @@ def is_too_short(text, samples):
 def read_wav(path):
     """Return the mean of a file's channels: (N,) float32, from -1 to 1."""
     _, samples = wavfile.read(path)
-    return torch.from_numpy(samples).float().view(len(samples), -1).mean(1) / 2**15
+    return torch.tensor(samples).float().view(len(samples), -1).mean(1) / 2**15
 
 
 def opened(sound):
