@@ -71,8 +71,9 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
     for name in ("put_functions", "apply", "with_imports", "without_unused"):  # for both forms
         monkeypatch.setattr(new, name, cache(getattr(new, name)))
     names = [name for name in RECIPES if recipe in RECIPES[name]]
-    added = [name for name in ADDITIONS if name in names]
-    combinations = [(name,) for name in names]
+    added = [name for name in ADDITIONS if name in names and not new.tasks_of(name)]
+    combinations = [(name,) for name in names if not new.tasks_of(name)]
+    combinations += [(x, name) for name in names for x in new.tasks_of(name) if x in names]
     combinations += [(TASK, *added), (TASK, *reversed(added))]
     _, banner, block = parts(REFERENCE)
     for examples in combinations:
