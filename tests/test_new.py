@@ -71,8 +71,9 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
     for name in ("put_functions", "apply", "with_imports", "without_unused"):  # for both forms
         monkeypatch.setattr(new, name, cache(getattr(new, name)))
     names = [name for name in RECIPES if recipe in RECIPES[name]]
-    added = [name for name in ADDITIONS if name in names]
-    combinations = [(name,) for name in names]
+    added = [name for name in ADDITIONS if name in names and not new.tasks_of(name)]
+    combinations = [(name,) for name in names if not new.tasks_of(name)]
+    combinations += [(x, name) for name in names for x in new.tasks_of(name) if x in names]
     combinations += [(TASK, *added), (TASK, *reversed(added))]
     _, banner, block = parts(REFERENCE)
     for examples in combinations:
@@ -305,21 +306,6 @@ def test_a_renamed_copy_gets_the_title_and_the_commands_of_a_task(make, tmp_path
     )
     assert "simple_cnn" not in ours and "Train ResNet-50" not in ours
     assert ours.replace("'a b.py'", "other.py") == theirs
-
-
-@pytest.mark.parametrize("flag", ["base", "compile"])
-def test_a_copy_whose_flags_are_edited_gets_no_commands_that_may_not_run(flag, make, tmp_path):
-    make("new", "own.py", "fine_tune")
-    path = tmp_path / "own.py"
-    assert "--base toy/llama" in make("add", path.name, "ema")[-1]
-    text = path.read_text()
-    required = 'parser.add_argument("--net", required=True)'
-    old = f'parser.add_argument("--{flag}", '
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, f"{required}\n    {old}"))
-    assert make("add", path.name, "lora")[1:] == [
-        f"Its flags are edited: train it with them, and then run make check COPY={path}"
-    ]
 
 
 def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, tmp_path):

@@ -2,6 +2,7 @@
 """Speech: wav files as spectra, texts as characters, and how many of their words are wrong."""
 
 import math
+import shlex
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +47,7 @@ def samples_in(path):
     except (ValueError, struct.error) as error:
         found, samples = error, ()
     if found != f"int16, {RATE} Hz" or not len(samples):
-        remedy = f"ffmpeg -i {path} -ar {RATE} -c:a pcm_s16le new.wav"
+        remedy = f"ffmpeg -i {shlex.quote(str(path))} -ar {RATE} -c:a pcm_s16le new.wav"
         found = f"{found}, {len(samples)} samples"
         exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz: {found}: {remedy}")
     return len(samples)
