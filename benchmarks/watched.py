@@ -125,7 +125,7 @@ class Ranks:
 
     def weights(self, name="last"):
         path = self.directory / f"{name}.pt"
-        return torch.load(path) if path.exists() else None
+        return torch.load(path, weights_only=True) if path.exists() else None
 
 
 def work(script, words, cwd, directory, rank, plan):

@@ -29,6 +29,7 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms import v2
 
+from ddp_cifar import exit_with_error
 from lib.coco import Objects, average_precision, images_and_targets, result_rows
 from lib.fcos import Detector, Head
 from lib.fine_tuning import make_optimizer
@@ -50,10 +51,13 @@ def add_flags(parser):
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, targets), tuples of B, for training and test."""
     train_set = Objects(*args.train, args.classes, v2.RandomHorizontalFlip())
+    test_set = Objects(*args.test, args.classes)
+    if train_set.names != test_set.names:  # the same number would be another class
+        exit_with_error(f"{args.train[1]} and {args.test[1]} have other categories")
     options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": images_and_targets}
     options["pin_memory"] = torch.cuda.is_available()
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
-    return train_loader, DataLoader(Objects(*args.test, args.classes), **options)
+    return train_loader, DataLoader(test_set, **options)
 
 
 def build_model(args):

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
-from lib.images import is_image, log_left_out, read_image
-from lib.rows import class_name, located, read_rows
+from lib.images import is_image, is_of_a_program, log_left_out, read_image
+from lib.rows import class_name, class_names, located, read_rows
 
 
 def add_photo_flags(parser):
@@ -38,6 +38,20 @@ def add_photo_flags(parser):
 def add_flags(parser):
     add_photo_flags(parser)
     parser.add_argument("--size", type=int, default=64, help="height and width of an input (64)")
+
+
+class Photos(torchvision.datasets.ImageFolder):
+    """Images in folders of classes, as (image, label)."""
+
+    def __init__(self, folder, transform):
+        def is_photo(path):
+            return is_image(path) and not is_of_a_program(path, folder)
+
+        super().__init__(folder, transform, loader=read_image, is_valid_file=is_photo)
+
+    def find_classes(self, folder):
+        names = folders_of_classes(folder)
+        return names, {name: index for index, name in enumerate(names)}
 
 
 class PhotoRows(Dataset):
@@ -67,9 +81,14 @@ def photo_rows(source, args):
 def photo_classes(args):
     """Return the names of the classes, in order."""
     if args.test:
-        return [*map(str, sorted({label for _, label in photo_rows(args.photos, args)}))]
-    classes, _ = torchvision.datasets.folder.find_classes(f"{args.photos}/train")
-    return classes
+        return class_names(args.photos, [label for _, label in photo_rows(args.photos, args)])
+    return folders_of_classes(f"{args.photos}/train")
+
+
+def folders_of_classes(folder):
+    """Return the names of the folders of classes in a folder, in order."""
+    names, _ = torchvision.datasets.folder.find_classes(folder)
+    return [name for name in names if not is_of_a_program(f"{folder}/{name}", folder)]
 
 
 def photo_folders(args):
@@ -85,9 +104,8 @@ def photo_folders(args):
         classes = photo_classes(args)
         train_set = PhotoRows(args.photos, classes, transform, args)
         return train_set, PhotoRows(args.test, classes, test_transform, args)
-    reader = {"loader": read_image, "is_valid_file": is_image}
-    train_set = torchvision.datasets.ImageFolder(f"{args.photos}/train", transform, **reader)
-    test_set = torchvision.datasets.ImageFolder(f"{args.photos}/test", test_transform, **reader)
+    train_set = Photos(f"{args.photos}/train", transform)
+    test_set = Photos(f"{args.photos}/test", test_transform)
     if train_set.classes != test_set.classes:  # the same label would be another class
         exit_with_error(f"--photos {args.photos}: train/ and test/ have other folders")
     log_left_out(args.photos, [path for path, _ in (*train_set.samples, *test_set.samples)])

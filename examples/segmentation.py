@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 
 from ddp_cifar import exit_with_error
 from language_model import make_optimizer
-from lib.images import log_left_out, read_image, read_pixels
+from lib.images import is_of_a_program, log_left_out, read_image, read_pixels
 
 
 def add_flags(parser):
@@ -84,6 +84,7 @@ def highest_class(mask):
 def load_data(args, accelerator):
     """Return the DataLoaders of (images, masks) for training and test."""
     files = sorted(Path(args.images).glob("*"))
+    files = [path for path in files if not is_of_a_program(path, args.images)]
     paths = [path for path in files if path.suffix.lower() in (".jpg", ".jpeg")]
     log_left_out(args.images, [*paths, *(path.with_suffix(".png") for path in paths)])
     if not paths:

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ddp_cifar import exit_with_error
 from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
-from lib.rows import class_name, nonempty_text, read_rows
+from lib.rows import class_name, class_names, nonempty_text, read_rows
 
 
 def add_flags(parser):
@@ -66,8 +66,8 @@ def tokenizer_and_config(args):
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = AutoConfig.from_pretrained(args.base)
-    names = sorted({label for _, label in rows_of(args.train, args)})
-    config.id2label = {index: str(name) for index, name in enumerate(names)}
+    labels = [label for _, label in rows_of(args.train, args)]
+    config.id2label = dict(enumerate(class_names(args.train, labels)))
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, config

@@ -12,10 +12,10 @@ With a model of the Hub and your own train.conll and test.conll:
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\
         --base google-bert/bert-base-cased
 
-The toy model has random weights: --lr is higher for it. A line of a .conll file has a word, any
-other columns, and the word's tag; an empty line ends a sentence. Others are JSON lines, Parquet or
-datasets, whose columns --words and --tags are lists of strings. A word's first token has its tag,
-and every word counts once. If all tags are those of entities, as B-PER, I-PER and O, then
+The toy model has random weights: --lr is higher for it. A line of a .conll, .txt, .iob or .bio file
+has a word, any other columns, and its tag; an empty line ends a sentence. Others are JSON lines,
+Parquet or datasets, whose columns --words and --tags are lists of strings. A word's first token has
+its tag, and every word counts once. If all tags are those of entities, as B-PER, I-PER and O, then
 test_precision, test_recall and test_f1 count whole entities of the test set, as conlleval does.
 Without lora, `transformers.pipeline("token-classification", "runs/mine",
 aggregation_strategy="first")` finds entities.

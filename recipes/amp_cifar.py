@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 5cc1ff75628a: identical in all recipes, edit only above it
+# ================= shared infrastructure 78ef9894a0e9: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -356,6 +356,8 @@ class Run:
         lock_output_directory(self.directory)
         faulthandler.dump_traceback_later(args.hang_timeout)  # until the Watcher looks for hangs
         exit_if_config_is_ignored(precision)
+        # By default in /tmp: it belongs to whoever makes it first.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{torch.hub.get_dir()}/inductor")
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()
@@ -393,11 +395,11 @@ class Run:
         checkpoint = self.checkpoints.find()
         # Before a DataLoader starts workers: they inherit the signal mask.
         self.watcher = Watcher(self)
-        # The step of the loaded checkpoint, and the latest step.
         self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
-            shutil.copyfile(SCRIPT, self.directory / f"{RECIPE}.from-{self.step:08}.py")
+            path = self.directory / f"{RECIPE}.from-{self.step:08}.py"
+            replace_file(path, partial(shutil.copyfile, SCRIPT))
         before_first_step()
         if checkpoint:
             self.checkpoints.load(checkpoint["states"])
@@ -573,8 +575,7 @@ def sample_rows(values):
 
 
 def means(names, sums, samples):
-    """Return {name: mean} of summed `sample_rows`, (M + 2,). Exit with an error unless these were
-    as many rows as `samples`."""
+    """Return {name: mean} of summed `sample_rows`, (M + 2,), which were as many as `samples`."""
     *totals, weight, rows = sums.tolist()
     if rows != samples:
         why = "compute_loss or a collate_fn leaves some out, or load_data changes args.batch_size"
@@ -606,13 +607,12 @@ class Metrics:
         self.latest_values = {}  # by name, or None: JSON has neither NaN nor infinity
         self.started = time.time()
         self.names = []
-        is_main = RANK == 0
-        path = run.directory / "metrics.jsonl" if is_main else os.devnull
-        self.file = open(path, "w", buffering=1)
-        self.file.write(text)
+        path = run.directory / "metrics.jsonl"
+        replace_file(path, lambda temporary: temporary.write_text(text))
+        self.file = open(os.devnull if RANK else path, "a", buffering=1)
         run.accelerator.init_trackers(RECIPE, {name: str(x) for name, x in run.config.items()})
-        self.console = Console(quiet=not is_main, highlight=False, markup=False, soft_wrap=True)
-        plain = not (is_main and self.console.is_interactive)
+        self.console = Console(quiet=RANK > 0, highlight=False, markup=False, soft_wrap=True)
+        plain = RANK > 0 or not self.console.is_interactive
         # Not redirected: a worker would wait for a lock that was held when it was forked.
         self.progress = Progress(
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
@@ -624,8 +624,7 @@ class Metrics:
         self.start_interval()
 
     def start_interval(self):
-        """Begin the interval of the next line here: its throughput does not count evaluations and
-        checkpoints."""
+        """Begin the next line's interval, which has no evaluation and no checkpoint."""
         self.interval_began = self.run.step
         self.sums = 0  # of `sample_rows`
         self.data_seconds = 0.0  # in which this process waited for data
@@ -672,8 +671,7 @@ class Metrics:
         return results, ranks, measured
 
     def write(self, event, results, details=None):
-        """Write a line: all numbers to metrics.jsonl and the tracker, `results` to the screen. The
-        next interval begins."""
+        """Write all numbers to metrics.jsonl and the tracker, and `results` to the screen."""
         run = self.run
         numbers = {**results, **(details or {})}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
@@ -866,7 +864,7 @@ class Checkpoints:
                 continue
             old, new = content["config"], run.config
             names = sorted((old.keys() & new.keys()) - may_differ)
-            conflicts = [f"{x} {old[x]}, not {new[x]}" for x in names if old[x] != new[x]]
+            conflicts = [f"{x} {old[x]!s:.80}, not {new[x]}" for x in names if old[x] != new[x]]
             if conflicts:
                 exit_with_error(f"{path} has {'; '.join(conflicts)}: choose another --output-dir")
             run.accelerator.print(f"{RECIPE}: resuming from {path}, of {run.total_steps} steps")
@@ -912,8 +910,7 @@ class Checkpoints:
         return states | {"buffers": {k: dict(x.named_buffers()) for k, x in models.items()}}
 
     def load(self, saved, is_wanted=True):
-        """Load the main process's states, thing by thing, into those of all ranks but those on
-        which they are not wanted."""
+        """Load the main process's states into those of all ranks on which they are wanted."""
         for name, thing in self.states.items():
             state = saved and [saved[name], saved["buffers"].get(name, {})]
             on_device = isinstance(thing, nn.Module | torch.optim.Optimizer)
@@ -924,8 +921,7 @@ class Checkpoints:
                 set_buffers(thing, buffers)
 
     def read(self, path):
-        """Return a checkpoint, or {} on other processes than the main one. Raise an error of any
-        type if it is damaged."""
+        """Return a checkpoint, or {} on other processes. Raise an error of any type if damaged."""
         return read_file(path) if RANK == 0 else {}
 
     def write(self, content, path):
@@ -944,8 +940,8 @@ class Checkpoints:
 
 def checkpoint_paths(directory):
     """Return the paths of all checkpoints, the oldest first."""
-    paths = directory.glob(f"step-{'[0-9]' * 8}*")
-    return sorted(path for path in paths if path.suffix != ".tmp")
+    named = re.compile(r"step-\d{8}(\.pt)?")  # another name is its owner's
+    return sorted(path for path in directory.iterdir() if named.fullmatch(path.name))
 
 
 def broadcast_state(run, state, on_device):
@@ -974,7 +970,10 @@ def read_file(path):
     """Return a checkpoint's file on the CPU. Raise an error of any type if it is damaged."""
     if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
         raise ValueError("wrong checksum")
-    return torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+    content = torch.load(path, "cpu", weights_only=True, mmap=True)  # runs no code
+    if any(n > os.path.getsize(path) for n, _ in enumerate(pytree.tree_iter(content))):
+        raise ValueError("a value is in itself, or in very many places")
+    return content
 
 
 def training_buffers(model):
@@ -984,8 +983,7 @@ def training_buffers(model):
 
 
 def set_buffers(model, values):
-    """Copy {name: tensor} into a model's buffers. One whose shape has changed, such as a cache that
-    has grown, stays as it is."""
+    """Copy {name: tensor} into a model's buffers, but those of another shape, as of a cache."""
     for name, buffer in model.named_buffers():
         if name in values and buffer.shape == values[name].shape:
             buffer.copy_(values[name])
@@ -995,6 +993,7 @@ def replace_file(path, write):
     """On the main process, make a file by `write`: renamed into place after fsync."""
     if RANK == 0:
         temporary = path.with_name(f"unfinished{path.suffix}.tmp")  # a thread may write another
+        temporary.unlink(missing_ok=True)  # a link leads elsewhere
         temporary.touch()
         mode = temporary.stat().st_mode  # follows the umask, unlike that of safetensors
         write(temporary)
@@ -1022,16 +1021,15 @@ def load_weights(model, path):
         own = model.state_dict()
         try:
             weights = utils.load_state_dict(path)  # runs no code
+            inner = [x for x in weights.values() if isinstance(x, dict)]  # of a checkpoint
+            inner += [y for x in inner for y in x.values() if isinstance(y, dict)]
+            matching = max((fitting(own, one) for one in (weights, *inner)), key=len)
+            missing = ", ".join(model.load_state_dict(matching, strict=False).missing_keys)
         except Exception as error:  # the readers raise many types
             exit_with_error(f"argument --weights: cannot load {path} ({error!r:.100})")
-        found = [weights]
-        for one in found:  # it grows: a checkpoint has the weights in an inner dictionary
-            found += [x for x in one.values() if isinstance(x, dict)]
-        matching = max((fitting(own, one) for one in found), key=len)
         if not matching:
-            keys = ", ".join(map(str, [*weights][:8]))
+            keys = ", ".join(f"{key!s:.80}" for key in [*weights][:8])
             exit_with_error(f"argument --weights: nothing in {path} fits this model: it has {keys}")
-        missing = ", ".join(model.load_state_dict(matching, strict=False).missing_keys)
         if RANK == 0:
             counts = f"{len(matching)} of {len(own)} tensors"
             log_line(f"loaded {counts} of {path}, not: {missing or 'none'}")
@@ -1155,17 +1153,17 @@ class Watcher:
 
 
 def log_line(message):
-    """Print a line to stderr. Ctrl-C also ends a `tee` that reads it: that is no error."""
-    with suppress(OSError):
-        line = f"{RECIPE}: {message}".replace("\n", " ")
+    """Print a line to stderr, and return it: what could control the terminal is a space in it."""
+    line = "".join(x if x.isprintable() else " " for x in f"{RECIPE}: {message}")
+    with suppress(OSError):  # Ctrl-C also ends a `tee` that reads it
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
         sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
-        sys.stderr.flush()
+    return line
 
 
 def log_error(message):
     """Print an error in one line. The launcher repeats it in its last lines."""
-    log_line(f"error: {message}")
+    message = log_line(f"error: {message}")
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
@@ -1208,8 +1206,7 @@ def start(main):
 
 
 def exit_with_exception(error):
-    """Print a line with the place in this file, above it a traceback, unless the system or the
-    network is the cause."""
+    """Print a line with the place, and a traceback unless the system or network is the cause."""
     text = traceback.format_exc()
     places = rf'File "({"|".join(map(re.escape, FILES))})", line (\d+), in (.+)'
     file, line, function = re.findall(places, text)[-1]
@@ -1297,6 +1294,8 @@ def parse_args(description, *declarations):
     args = parser.parse_args()
     if args.epochs < 0:
         exit_with_error(f"argument --epochs: {args.epochs} is below 0")
+    if on_cpu and WORLD_SIZE == 1 and "MASTER_PORT" in os.environ:  # for several processes
+        exit_with_error("on CPU the launcher starts one process: give --cpu to the recipe alone")
     return args
 
 
@@ -1316,7 +1315,8 @@ def lock_output_directory(directory):
     except OSError as error:  # some NFS and Lustre servers have no locks
         log_line(f"{directory} cannot be locked ({error.strerror}): start no second run in it")
     path = directory / "run.id"
-    if not (path.exists() and checkpoint_paths(directory)):
+    has_id = path.exists() and re.fullmatch(rb"[0-9a-f]{16}", path.read_bytes())
+    if not (has_id and checkpoint_paths(directory)):
         replace_file(path, lambda temporary: temporary.write_text(os.urandom(8).hex()))
     os.environ.setdefault("WANDB_RUN_ID", path.read_text())
     os.environ.setdefault("WANDB_RESUME", "allow")
@@ -1355,7 +1355,6 @@ def choose_device(args):
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(TIMEOUT.seconds))
         torch.set_float32_matmul_precision("high")  # TF32, which convolutions use by default
-        # Shapes rarely change: time the algorithms once.
         torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     threads = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0))
     if not threads or (LAUNCHED and not args.threads and threads == 1):  # the launcher's default

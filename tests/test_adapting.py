@@ -48,6 +48,14 @@ NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
+# With lanes, a task is a stream of the Parquet files beside its data.
+OF_LANES = ["--lanes", "4", "--block", "4"]
+STREAMS = {
+    "fine_tune": ["--text", "toy/text-?.parquet", *OF_LANES],
+    "sft": ["--chats", "toy/chats-?.parquet", *OF_LANES],
+    "clip": ["--captions", "toy/captions-?.parquet", *OF_LANES],
+}
+STREAMED = [(task, recipe, *flags) for task, flags in STREAMS.items() for recipe in RECIPES[task]]
 # Copies of these bring most additions to the other recipes.
 IN_OTHERS = {"photos", "language_model"}
 # Two of these are unlike them: two models with a loss each, and samples of any length. Tests of
@@ -93,8 +101,9 @@ IMPORTS += ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
 IMPORTS += ["diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 
 
-def added(task, recipe):
-    return [name for name in ADDED.get(task, []) if recipe in RECIPES[name]]
+def added(task, recipe, more=()):
+    names = [*ADDED.get(task, []), *["streaming"] * ("--lanes" in more)]
+    return [name for name in names if recipe in RECIPES[name]]
 
 
 def commands(task):
@@ -129,12 +138,14 @@ def directory(tmp_path_factory):
 def case(task, recipe, *more):
     """A parameter of the test, with more flags. amp is ddp plus autocast."""
     twin = recipe == "amp" or task not in (IN_DDP if recipe == "ddp" else IN_OTHERS)
-    name = "-".join((task, recipe, *more))
+    if "--lanes" in more:
+        twin = (task, recipe) != ("sft", "ddp")
+    name = "-".join((task, recipe, *more)).replace("/", " ")
     return pytest.param(task, recipe, more, marks=[pytest.mark.twin] * twin, id=name)
 
 
 @pytest.mark.parametrize(
-    ("task", "recipe", "more"), [case(*one) for one in [*COPIES, *OTHER_MODELS]]
+    ("task", "recipe", "more"), [case(*one) for one in [*COPIES, *OTHER_MODELS, *STREAMED]]
 )
 def test_a_copy_with_an_example_passes_make_check(
     task, recipe, more, directory, monkeypatch, capsys
@@ -143,8 +154,9 @@ def test_a_copy_with_an_example_passes_make_check(
     than ddp, which have its data and its loss: the latter."""
     monkeypatch.chdir(directory(task))
     monkeypatch.setattr(running, "execute", partial(execute, imports=IMPORTS))
-    copy = f"{task}_{recipe}.py"
-    make(Path(copy), recipe, task, *added(task, recipe))
+    examples = task, *added(task, recipe, more)
+    copy = f"{'_'.join(examples)}_{recipe}.py"
+    make(Path(copy), recipe, *examples)
     flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, []), *more]
     flags += ["--processes", *("12" if recipe == "ddp" else "2")]
     monkeypatch.setattr(sys, "argv", ["check.py", copy, *flags])
@@ -189,5 +201,6 @@ def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(
 def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():
     additions = RECIPES.keys() - set(TASKS) - NOT_ON_CPU
     for name in additions:
-        tried = {recipe for task, recipe in COPIES if name in added(task, recipe)}
+        copies = [*COPIES, *STREAMED]
+        tried = {recipe for task, recipe, *x in copies if name in added(task, recipe, x)}
         assert tried == {*RECIPES[name]}, name

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from composed import assert_one_line, make, write_wav
-from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
+from composed import write_wav
+from conftest import ROUNDING_FLOAT32
 from lazy import detection, speech, transformers
 from PIL import Image
 from safetensors.torch import save_file
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
 
-from lib import coco, fcos, images, utterances
+from lib import coco, fcos, utterances
 
 pytestmark = pytest.mark.slow
 
@@ -303,105 +303,3 @@ def test_errors_are_those_of_the_texts_that_are_read_greedily():
         for path, length in zip(paths, lengths, strict=True)
     ]
     assert torch.equal(values["outputs"], utterances.count_errors(truth, found))
-
-
-# ------------------------------------------------------------------------------------ wrong files
-@pytest.fixture
-def errors(monkeypatch):
-    """A function that returns the error with which another one ends."""
-
-    def error(function, *arguments):
-        with pytest.raises(Exit) as ended:
-            function(*arguments)
-        return str(ended.value)
-
-    for module in (coco, images, utterances):
-        monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
-    return error
-
-
-def test_wrong_lists_and_wav_files(errors, tmp_path):
-    samples = numpy.zeros((160, 1))
-    write_wav(tmp_path / "good.wav", samples)
-    write_wav(tmp_path / "rate.wav", samples, rate=8000)
-    write_wav(tmp_path / "none.wav", samples[:0])
-    (tmp_path / "cut.wav").write_bytes((tmp_path / "good.wav").read_bytes()[:200])
-    write_wav(tmp_path / "width.wav", samples, width=4)
-    (tmp_path / "text.wav").write_text("no sound")
-    (tmp_path / "empty.wav").write_text("")
-    path = tmp_path / "list.tsv"
-    cases = {
-        "good.wav ab": f"{path} needs lines of a path, a tab and a text, not 'good.wav ab'",
-        "good.wav\ta!b?": f"argument --characters: {path} also has '!?'",
-        "rate.wav\tab": "rate.wav is not a wav file of 16 bits and 16000 Hz, (16, 8000): ffmpeg",
-        "width.wav\tab": "width.wav is not a wav file of 16 bits and 16000 Hz, (32, 16000)",
-        "text.wav\tab": "16000 Hz, file does not start with RIFF id",
-        "empty.wav\tab": "16000 Hz, empty",
-        "none.wav\tab": "16000 Hz, cut or empty: 0 bytes",
-        "cut.wav\tab": "16000 Hz, cut or empty: 320 bytes",
-    }
-    for line, error in cases.items():
-        path.write_text(f"good.wav\tba\n{line}\n")
-        assert error in errors(utterances.Utterances, path, " ab")
-    path.write_text("good.wav\tba\ngood.wav\t\n")
-    texts = [text for _, text in utterances.Utterances(path, " ab")]
-    assert [len(text) for text in texts] == [2, 0]
-    assert {text.dtype for text in texts} == {torch.int64}
-
-
-def test_wrong_files_of_coco(errors, tmp_path):
-    one = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]}
-    cases = [
-        ({"images": None}, "is not in COCO's format: TypeError"),
-        ({"images": []}, "has no images"),
-        ({"categories": []}, "is not in COCO's format: ValueError"),
-        ({"categories": [{"id": 9}]}, "has category 9: choose --classes 10 or more"),
-        (
-            {"annotations": [{**one, "category_id": 3}]},
-            "has category 3: choose --classes 4 or more",
-        ),
-        ({"annotations": [{**one, "image_id": 2}]}, "image_id 2, which is no image's"),
-        ({"annotations": [one, {**one, "bbox": []}]}, "COCO's format in annotation 2: IndexError"),
-        *(
-            ({"annotations": [one, {**one, "area": 1, "bbox": box}]}, f"annotation 2: {error}")
-            for box, error in {
-                (None, 1, 2, 3): "TypeError",
-                ("1", "2", "3", "4"): "TypeError",
-                (math.nan, 1, 2, 3): "ValueError",
-                (1, 1, -2, 3): "ValueError",
-                (-9, 1, 2, 3): "ValueError",
-            }.items()
-        ),
-        ({"annotations": [{**one, "bbox": [0.1, 0.2, 0.5, 0.6]}]}, "write them in pixels"),
-        ({"images": [{"id": 1}, {"id": 1}]}, "two images have one id"),
-        ({}, f"{tmp_path}/a.png is missing (1 files in all)"),
-    ]
-    for content, error in cases:
-        content = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [], **content}
-        path = in_coco(tmp_path / "a.json", **content)
-        assert error in errors(coco.Objects, tmp_path, path, 3)
-    Image.new("L", (8, 12)).save(tmp_path / "a.png")
-    images = [{"id": 1, "file_name": "a.png", "width": 12, "height": 8}]
-    dataset = coco.Objects(tmp_path, in_coco(path, images, []), 3)
-    with pytest.raises(OSError, match=r"a.png has \(8, 12\) pixels, upright, but by its JSON"):
-        dataset[0]
-    path.write_text("{")
-    assert "is not in COCO's format: JSONDecodeError" in errors(coco.Objects, tmp_path, path, 3)
-
-
-def test_a_missing_file_and_an_empty_list_are_an_error_in_one_line(tmp_path):
-    (tmp_path / "empty.tsv").touch()
-    (tmp_path / "missing.tsv").write_text("none.wav\ta")
-    detection, speech = (make(tmp_path / f"{x}.py", "ddp", x) for x in ("detection", "speech"))
-    cases = {
-        "No such file or directory: 'train.json'": [detection],
-        "No such file or directory": [speech, "--train", "missing.tsv", "--test", "missing.tsv"],
-        "the DataLoader for test needs samples": [
-            speech,
-            "--train",
-            "empty.tsv",
-            "--test",
-            "empty.tsv",
-        ],
-    }
-    assert_one_line(cases, tmp_path, (1, 2), imports=["transformers", "pycocotools.cocoeval"])

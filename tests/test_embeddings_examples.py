@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composed import assert_one_line, make
+from composed import make
 from conftest import (
     ROUNDING,
     ROUNDING_FLOAT32,
@@ -23,7 +23,7 @@ from PIL import Image
 from processes import train_forked
 from torch.nn import functional as F
 
-from lib import negatives, rows
+from lib import negatives
 
 pytestmark = pytest.mark.slow
 
@@ -250,47 +250,6 @@ def test_a_temperature_is_at_least_that_of_clip():
     assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(100)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (None, "pairs.jsonl: no such file. Name a file, a folder"),
-        ("", "pairs.jsonl has no rows"),
-        ('{"anchor": "a", "positive": "b"}\n{"anchor": "a"}', "row 2: KeyError('positive')"),
-        ('{"anchor": "a", "positive": "b"}\n\n{', "row 2: JSONDecodeError('Expecting prop"),
-        ('{"anchor": "a", "positive": ["b"]}', "row 1: ValueError("),
-        (
-            '{"anchor": "a", "positive": " "}',
-            "row 1: ValueError(\"' ' is not a text,",
-        ),
-        ('["a", "b"]', "row 1: TypeError("),
-        (
-            '{"anchor": "a", "positive": "b", "negative": "c"}\n{"anchor": "a", "positive": "b"}',
-            """row 2: ValueError("it has [], the first row ['negative']")""",
-        ),
-        (b"\xff\xfe", "row 1: UnicodeDecodeError("),
-    ],
-)
-def test_a_wrong_file_ends_with_one_line(content, line, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "exit_with_error", exit_by_exception)
-    if content is not None:
-        content = content if isinstance(content, bytes) else content.encode()
-        (tmp_path / "pairs.jsonl").write_bytes(content)
-    with pytest.raises(Exit) as error:
-        rows.read_texts("pairs.jsonl", "anchor", "positive", more="negative")
-    assert line in str(error.value) and "\n" not in str(error.value)
-
-
-def test_blank_lines_and_a_byte_order_mark_are_no_error(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(
-        '\ufeff{"anchor": "a", "positive": "b"}\n\n'
-        '{"anchor": "c", "positive": "d", "negative": null}\n\n'
-    )
-    found = rows.read_texts(path, "anchor", "positive", more="negative")
-    assert found == [("a", "b"), ("c", "d")]
-
-
 def test_views_find_each_other_among_all_views():
     """nt_xent, by plain sums in float64."""
     pairs = torch.randn(11, 2, 4).double()
@@ -375,14 +334,6 @@ def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, t
     assert line["test_loss"] == pytest.approx(found.loss.item(), rel=ROUNDING_FLOAT32)
     recall = (found.logits_per_image.argmax(1) == torch.arange(20)).double().mean().item()
     assert line["test_recall_at_1"] == pytest.approx(recall)
-
-
-def test_a_missing_image_is_one_line(captions, tmp_path):
-    script = make(tmp_path / "mine.py", "ddp", "clip")
-    (tmp_path / "captions.jsonl").write_text('{"image": "none.png", "caption": "none"}\n' * 40)
-    flags = [*flags_of_clip(tmp_path, captions / "base"), "--batch-size", 4]
-    text = f"captions.jsonl: {tmp_path}/none.png is missing (40 files in all)"
-    assert_one_line({text: [script, *flags]}, tmp_path, imports=IMPORTS)
 
 
 @pytest.mark.parametrize(

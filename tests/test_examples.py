@@ -165,17 +165,6 @@ def in_order(name, *arguments):
     return epochs
 
 
-def test_shards_are_read_one_after_the_other_and_shuffled_within_a_buffer():
-    shard = torch.arange(5).repeat_interleave(torch.tensor([7, 40, 1, 22, 30]))
-    buffers = (in_order("by_shard", shard, size) for size in (16, 1))
-    for shuffled, epoch in zip(*buffers, strict=True):
-        assert epoch.sort().values.tolist() == list(range(100))
-        assert len(shard[epoch].unique_consecutive()) == 5, "one after the other"
-        assert (shard[epoch].diff().ne(0) | epoch.diff().eq(1)).all(), "each from its begin"
-        for part, plain in zip(shuffled.split(16), epoch.split(16), strict=True):
-            assert {*part.tolist()} == {*plain.tolist()} and not torch.equal(part, plain)
-
-
 def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
     lengths = 1 + torch.arange(2005) * 7 % 2005 // 10
     seen = set()
@@ -208,7 +197,7 @@ def test_a_rare_class_counts_as_much_as_another(balance, tmp_path):
 
 
 def test_persistent_workers_see_the_order_of_each_epoch():
-    samples = order.Ordered(range(20), 0, order.by_shard, torch.arange(20) // 5, 8)
+    samples = order.ByLane(range(20), 0, torch.full((4,), 5), 2, 2)
     loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
     for epoch in range(3):
         samples.set_epoch(epoch)

@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -37,8 +38,8 @@ def of_rows(path):
 
 
 def of_detection(path):
-    content = {"images": [{"id": 1, "file_name": path.name}], "annotations": []}
-    content["categories"] = [{"id": 1}]
+    content = {"images": [{"id": 1, "file_name": path.name}], "categories": [{"id": 1}]}
+    content["annotations"] = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]}]
     path.with_suffix(".json").write_text(json.dumps(content))
     return lib.coco.Objects(path.parent, path.with_suffix(".json"), 2)[0][0]
 
@@ -56,8 +57,15 @@ def of_segmentation(path):
 
 
 def of_shards(path):
-    sample = {"png": path.read_bytes(), "cls": b"0", "__key__": path.name}
-    return tar_shards.decode(Identity(), sample)[0]
+    with tarfile.open(path.with_suffix(".tar"), "w") as tar:
+        tar.add(path, path.name)
+        (path.parent / "a.cls").write_text("0")
+        tar.add(path.parent / "a.cls", "a.cls")
+    kind = path.suffix[1:]
+    places = lib.tar_samples.tar_index([path.with_suffix(".tar")], [kind, "cls"])
+    args = SimpleNamespace(members=[kind, "cls"], classes=1)
+    decode = partial(tar_shards.decode, args, Identity())
+    return lib.tar_samples.TarSamples([path.with_suffix(".tar")], places, decode)[0][0]
 
 
 def of_vision_chat(path):
@@ -104,9 +112,12 @@ def test_images_of_any_ending_are_read_and_other_files_are_counted(tmp_path, cap
             kind = {"jfif": "JPEG"}.get(name[2:], name[2:].upper())
             Image.fromarray(picture()).save(folder / name, kind)
         (folder / "e.heic").touch()
+        for name in (".ipynb_checkpoints/a.png", "only/@eaDir/a.png/b.png", "only/._d.png"):
+            (tmp_path / part / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / part / name).touch()
     train, _ = photos.photo_folders(SimpleNamespace(photos=tmp_path, size=8, test=None))
     assert len(train) == 4
-    assert "2 files are left out, such as" in capsys.readouterr().err
+    assert "6 files are left out, such as" in capsys.readouterr().err
     (tmp_path / "test/only").rename(tmp_path / "test/others")
     monkeypatch.setattr("photos.exit_with_error", exit_by_exception)
     with pytest.raises(Exit, match="train/ and test/ have other folders"):
@@ -128,15 +139,6 @@ def test_masks_of_one_bit_are_classes_and_palettes_that_differ_are_an_error(tmp_
     assert segmentation.highest_class(segmentation.read_mask(paths[0])) == 1
 
 
-def test_a_sample_of_two_names_is_a_shard_that_has_changed(tmp_path):
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for name in ("a.png", "b.cls"):
-            tar.addfile(tarfile.TarInfo(name))
-    samples = lib.tar_samples.TarSamples([tmp_path / "0.tar"], torch.tensor([[0, 0, 1024]]), dict)
-    with pytest.raises(OSError, match=r"0\.tar is not as indexed: delete the index"):
-        samples[0]
-
-
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("wrong", ["truncated", "16 bits", "no image"])
 def test_an_image_that_cannot_be_read_as_it_was_meant_is_an_error_with_its_name(
@@ -148,7 +150,7 @@ def test_an_image_that_cannot_be_read_as_it_was_meant_is_an_error_with_its_name(
         Image.fromarray(picture()[:, :, 0].astype("uint16") * 257).save(path)
     content = path.read_bytes()
     path.write_bytes({"truncated": content[:200], "no image": b"text"}.get(wrong, content))
-    with pytest.raises(OSError, match=r"a\.tif") as error:
+    with pytest.raises(OSError, match=r"a\.tif|a\.tar, sample a: tif") as error:
         read(path)
     assert "\n" not in str(error.value)
 
@@ -191,6 +193,7 @@ def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
 
 def test_masks_of_0_and_255_alone_are_an_error(tmp_path):
     masks(tmp_path, *[[0, 255, 0, 255]] * 30)
+    (tmp_path / "._0.jpg").touch()
     script = make(tmp_path / "mine.py", "ddp", "segmentation")
     flags = ["--images", tmp_path, "--batch-size", 4]
     assert_one_line({"all masks have 0 and 255 alone": [script, *flags]}, tmp_path)

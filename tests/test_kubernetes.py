@@ -21,12 +21,16 @@ def test_the_manifest_is_valid(version):
 
 
 def test_the_numbers_of_pods_the_names_and_the_times_to_save_fit_together():
-    service, job = yaml.safe_load_all(MANIFEST)
+    service, job, policy = yaml.safe_load_all(MANIFEST)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert spec["completions"] == spec["parallelism"]
     assert f"--nnodes={spec['completions']}" in container["args"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    selected = {"job-name": job["metadata"]["name"]}
+    assert service["spec"]["selector"] == selected
+    (rule,) = policy["spec"]["ingress"]
+    allowed = [policy["spec"]["podSelector"], *(x["podSelector"] for x in rule["from"])]
+    assert allowed == [{"matchLabels": selected}] * 2
     assert service["metadata"]["name"] == pod["subdomain"]
     env = {variable["name"]: variable["value"] for variable in container["env"]}
     assert int(env["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
@@ -73,7 +77,7 @@ def test_the_command_ends_with_the_status_of_the_rank_and_passes_sigterm_on(case
     text, number, status = RANKS[case]
     script, started = tmp_path / "rank.py", tmp_path / "started"
     script.write_text(f"{text}\nopen({str(started)!r}, 'w')\n" + "time.sleep(99)" * bool(number))
-    _, job = yaml.safe_load_all(MANIFEST)
+    _, job, _ = yaml.safe_load_all(MANIFEST)
     _, *command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     port, pods = free_port(), 1 + (case == "waits")
     flags = [f"--nnodes={pods}", "--node_rank=0", "--master_addr=127.0.0.1"]

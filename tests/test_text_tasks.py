@@ -2,8 +2,6 @@
 seqeval, sacrebleu, transformers and sentence-transformers. That copies of them pass `make check`:
 test_adapting.py."""
 
-import gzip
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ from composed import make
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import (
     masked_lm,
-    pyarrow,
     reranker,
     sacrebleu,
     sentence_transformers,
@@ -145,13 +142,24 @@ def test_an_adapter_has_the_new_head_of_a_classifier(runs, labelled):
         auto.from_pretrained(run.directory)
 
 
-def test_a_label_that_training_does_not_have_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("text_classification.exit_with_error", exit_by_exception)
+def test_labels_of_two_types_and_those_that_training_does_not_have_are_an_error(
+    data, tmp_path, monkeypatch
+):
+    for module in ("lib.entities", "lib.rows", "text_classification"):
+        monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 3}')
     args = SimpleNamespace(text="text", label="label", train="train.jsonl")
     config = SimpleNamespace(label2id={"1": 0, "2": 1})
     with pytest.raises(Exit, match="the label 3"):
         text_classification.labelled_texts(str(tmp_path / "a.jsonl"), config, args)
+    (tmp_path / "a.conll").write_text("in O\nRome B-LOC\n")
+    with pytest.raises(Exit, match=r"no word of train.jsonl has the tag B-LOC"):
+        config.label2id = {"O": 0}
+        entities.labelled_tokens(None, str(tmp_path / "a.conll"), config, args)
+    (tmp_path / "b.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "label": "1"}\n')
+    args.base, args.train = str(data / "bert"), str(tmp_path / "b.jsonl")
+    with pytest.raises(Exit, match=r"b.jsonl has labels that are strings, and others that are int"):
+        text_classification.tokenizer_and_config(args)
 
 
 def test_tags_that_are_not_of_entities_have_no_f1():
@@ -325,69 +333,6 @@ def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():
     drawn = {query: {d for q, d, label in epochs[0] if q == query and not label} for query in "abc"}
     assert drawn == {"a": {"3", "4"}, "b": {"1", "2", "4"}, "c": {"2", "3"}}
     assert epochs[0] != epochs[1]
-
-
-BAD = {
-    "a.jsonl": ('{"x": "a", "y": [1.5]}', "a.jsonl, row 1: ValueError"),
-    "b.jsonl": ('{"x": "a", "y": ["b"]}\n{"x": "a"}', "b.jsonl, row 2: KeyError('y')"),
-    "c.csv": ("x,y\n,1\n", "c.csv, row 1: ValueError(\"'' is not a text, or an empty one\")"),
-    "d.csv": ("x,y\n", "d.csv has no rows"),
-    "e.jsonl": ("\n{", "e.jsonl, row 1: JSONDecodeError"),
-    "g.csv": ("x,y\na, b,1\n", "g.csv, row 1: ValueError(\"['1'] is behind the last column"),
-    "f.parquet": ("no parquet", "f.parquet, row 1: ArrowInvalid"),
-    "none.csv": (None, "none.csv: no such file. Name a file, a folder"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_row_that_cannot_be_read_is_one_line(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "exit_with_error", exit_by_exception)
-    content, said = BAD[name]
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(Exit) as error:
-        rows.read_rows(name, ("x", rows.nonempty_text), ("y", rows.list_of_texts))
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_rows_of_csv_parquet_and_json_lines_are_the_same(tmp_path):
-    """Also in CSV of Excel, which begins with a byte order mark, with tabs, or compressed."""
-    table = {"x": ["a, b", 'c "d"'], "y": ["1", "line\nline"]}
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
-    text = 'y,z,x\n1 ,,"a, b"\n"line\nline",,"c ""d"""\n'
-    (tmp_path / "a.csv").write_text(text, "utf-8-sig")
-    (tmp_path / "a.tsv").write_text(text.replace(",,", "\t\t").replace("y,z,x", "y\tz\tx"))
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
-    values = [*zip(*table.values(), strict=True)]
-    lines = [json.dumps({"x": x, "y": y}) for x, y in values]
-    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines))
-    columns = ("x", rows.nonempty_text), ("y", rows.class_name)
-    found = [rows.read_rows(str(x), *columns) for x in sorted(tmp_path.iterdir())]
-    assert found == [values] * 5
-    with pytest.raises(ValueError, match="'' is not a label"):
-        rows.class_name(" ")
-    with pytest.raises(ValueError, match=r"\[0, 2\] are numbers without names: name the dataset"):
-        rows.list_of_texts([0, 2])
-
-
-def test_a_tag_that_training_does_not_know_and_a_word_without_a_tag_are_one_line(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(entities, "exit_with_error", exit_by_exception)
-    (tmp_path / "a.conll").write_text("-DOCSTART- O\n\nRome B-LOC\n")
-    (tmp_path / "b.conll").write_text("in O\nRome\n")
-    (tmp_path / "c.conll").write_text("10\xa0000 CD B-NUM\r\n")
-    assert entities.read_conll(str(tmp_path / "c.conll")) == [(["10\xa0000"], ["B-NUM"])]
-    (tmp_path / "d.conll").write_text("1\tRome\tRome\tPROPN\t_\t_\t0\troot\t_\t_\n")
-    with pytest.raises(Exit, match=r"d.conll, line 1 is of CoNLL-U"):
-        entities.read_conll(str(tmp_path / "d.conll"))
-    args = SimpleNamespace(train="train", length=9)
-    config = SimpleNamespace(label2id={"O": 0})
-    with pytest.raises(Exit, match="no word of train has the tag B-LOC"):
-        entities.labelled_tokens(None, str(tmp_path / "a.conll"), config, args)
-    with pytest.raises(Exit, match="conll, line 2: 'Rome' is a word without a tag"):
-        entities.labelled_tokens(None, str(tmp_path / "b.conll"), config, args)
 
 
 def test_a_beam_search_reads_no_padding(monkeypatch):

@@ -1,16 +1,16 @@
 """Losses of targets in chunks of logits, and files of tokens, against independent references. That
 copies with them train: test_adapting.py."""
 
-import struct
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from composed import assert_one_line, make
+from composed import make
 from conftest import ROUNDING_FLOAT32
 from lazy import lib, lora, tokens, transformers
 from processes import train_forked
+from test_files import header, index
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow
@@ -86,17 +86,6 @@ def test_chunks_train_as_one_in_ddp_and_in_sharded(tmp_path):
             assert [line[name] for line in run.train] == pytest.approx(expected, rel=1e-4)
 
 
-def header(magic, count):
-    return numpy.array([magic, 1, count] + [0] * 253, "<i4").tobytes()
-
-
-def index(code, lengths, magic=b"MMIDIDX\0\0"):
-    lengths = numpy.array(lengths, "<i4")
-    content = struct.pack("<9sQBQQ", magic, 1, code, len(lengths), len(lengths) + 1)
-    begins = lengths.cumsum() - lengths
-    return content + lengths.tobytes() + bytes(8 * (2 * len(begins) + 1))
-
-
 def files_of(kind, content):
     """{ending: bytes} of an array of tokens."""
     short, long = content.astype("<u2").tobytes(), content.astype("<u4").tobytes()
@@ -131,36 +120,3 @@ def test_windows_of_files_of_tokens_lie_one_after_the_other(kind, long, tmp_path
     args.test = args.train[1:2]
     train, test = (loader.dataset for loader in tokens.load_data(args, None))
     assert len(train) == len(expected) and [x.tolist() for x in test] == [parts[1].tolist()]
-
-
-def test_files_that_are_cut_off_or_of_another_format_are_one_line(tmp_path):
-    good = numpy.arange(100)
-    short = good.astype("<u2").tobytes()
-    cases = {
-        "has 199 bytes, not a multiple of 2": {".bin": short[:-1]},
-        "has 150 bytes, not 100 tokens of 2": {".bin": header(20240520, 100) + short[:150]},
-        "has the magic number 20240522, none of 20240520": {".bin": header(20240522, 1) + short},
-        "has 200 bytes, not 99 tokens of 2": {".bin": short, ".idx": index(8, [99])},
-        "is no index of Megatron's": {".bin": short, ".idx": index(8, [100], b"TNTIDX\0\0")},
-        "is no index of Megatron's: move": {".bin": short, ".idx": b"MMIDIDX"},
-        "mmap length is greater": {".bin": short, ".idx": index(8, [100])[:36]},
-        "cannot mmap an empty file": {".bin": b""},
-        "has less than --length + 1 tokens": {".bin": short[:16]},
-    }
-    for number, (text, files) in enumerate(cases.items()):
-        for ending, content in files.items():
-            (tmp_path / f"{number}{ending}").write_bytes(content)
-        with pytest.raises(OSError, match=text.replace("+", r"\+")) as found:
-            lib.token_files.Windows(tmp_path / f"{number}.bin", 8, 100)
-        assert f"{number}." in str(found.value)
-    good = good % 90
-    good[40] = 99
-    (tmp_path / "good.bin").write_bytes(good.astype("<u2").tobytes())
-    script = make(tmp_path / "mine.py", "ddp", "tokens")
-    flags = ["--length", 8, "--batch-size", 1, "--epochs", 1, "--train"]
-    over = "good.bin: token 40 is 99, outside of the 99 words: set a larger --vocabulary"
-    cases = {
-        over: [script, "--vocabulary", 99, *flags, "good.bin"],
-        "0.bin has 199 bytes": [script, *flags, "good.bin", "0.bin"],
-    }
-    assert_one_line(cases, tmp_path, statuses=(1, 2), imports=["transformers.models.llama"])

@@ -196,27 +196,6 @@ def of_table(tmp_path):
     return SimpleNamespace(table=str(tmp_path / "t.parquet"), **common)
 
 
-def test_a_table_in_csv_has_the_same_rows_and_other_columns_are_named(
-    of_table, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("table.exit_with_error", exit_by_exception)
-    write_parquet(of_table.table, {"a": [*range(20)], "y": [x / 7 for x in range(20)]})
-    text = "".join(f"{x},{x},{x / 7!r}\n" for x in range(20))
-    (tmp_path / "t.csv").write_text(f",a,y\n{text}")  # with pandas' index
-    (tmp_path / "wrong.csv").write_text("a,day,name,y\n1,2024-01-01,b,2\n")
-    values = []
-    for of_table.table in (str(tmp_path / x) for x in ("t.parquet", "t.csv")):
-        train, _ = table.load_data(of_table, SimpleNamespace(device="cpu"))
-        values.append(train.dataset.values)
-    assert torch.equal(*values)
-    of_table.table = str(tmp_path / "wrong.csv")
-    with pytest.raises(Exit, match=r"no numbers: day \(date32\[day\]\), name \(string\)"):
-        table.column_names(of_table)
-    of_table.table = str(tmp_path / "none.csv")
-    with pytest.raises(Exit, match=r"--table .*none.csv: "):
-        table.column_names(of_table)
-
-
 @pytest.mark.parametrize("by_order", [True, False])
 def test_a_tenth_of_a_table_is_the_test_set_and_the_columns_file_gives_its_rows_back(
     by_order, tmp_path, of_table

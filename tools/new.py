@@ -9,6 +9,7 @@ examples/NAME.py has functions that replace the recipe's, and all that they need
 examples/NAME.diff change functions. NAME.sharded.py and NAME.sharded.diff are those of one recipe.
 `new` leaves out the functions, flags and imports that the copy does not use. `add` removes nothing,
 and replaces only what its owner has not edited. Nothing is written if an example does not fit.
+examples/NAME.TASK.py has what an addition puts in place of that task's functions.
 """
 
 import argparse
@@ -68,6 +69,11 @@ def description(name):
     *paragraphs, last = text.strip().split("\n\n")
     group, recipes = re.fullmatch(r"Group: (\w+)\. Recipes: (.*)\.", last).groups()
     return paragraphs, recipes.split(", "), group
+
+
+def tasks_of(addition):
+    """Return the tasks that it has functions for, or none if it is for all."""
+    return sorted(path.name.split(".")[1] for path in ROOT.glob(f"examples/{addition}.*.py"))
 
 
 def titles():
@@ -192,6 +198,8 @@ def put_functions(text, name, recipe, before):
     the first of them. Raise ValueError if one of these was edited, or is of an example `before`."""
     defined = load(name, recipe)[1]
     original, ours = definitions(RECIPES[recipe].read_text("utf-8")), definitions(text)
+    if task := name.partition(".")[2]:
+        original = original | load(task, recipe)[1]
     for key in sorted(defined.keys() & names(text)[0]):
         if ours.get(key, "") not in (original.get(key), defined[key]):
             for other in before:
@@ -199,7 +207,7 @@ def put_functions(text, name, recipe, before):
                     raise ValueError(f"{other} and {name} both have {key}: take one task alone")
             why = f"{key} of the copy is edited, or of another example"
             raise ValueError(f"{name}.py: {why}: put in by hand what examples/{name}.py has")
-    first = next((key for key in ours if key in defined), "main")
+    first = next((key for key in ours if key in defined and key in original), "main")
     helpers = dict.fromkeys(part for key, part in defined.items() if key not in ours)
     result = []
     for node, part in statements(text):
@@ -274,16 +282,21 @@ def compose(path, name, recipe, examples, adds=False, split=False):
     `split` it is the script beside the shared infrastructure."""
     own, banner, block = parts(path)
     check_names(path, own, block)
-    before = own
+    before, present = own, [*parents(own), *examples]
     for index, example in enumerate(examples):
         if example not in EXAMPLES:
             raise ValueError(f"there is no example {example}\n{titles()}")
         recipes = description(example)[1]
         if recipe not in recipes:
             raise ValueError(f"{example} is for {', '.join(recipes)}, not for {recipe}")
-        own = put_functions(own, example, recipe, tuple(examples[:index]))
-        own = apply(own, source(example, "diff", recipe), example)
-        own = with_imports(own, example, recipe)
+        tasks = tasks_of(example)
+        named = [task for task in tasks if task in present]
+        if tasks and not named:
+            raise ValueError(f"{example} is for {', '.join(tasks)}: name it behind one of these")
+        for part in (example, *(f"{example}.{task}" for task in named)):
+            own = put_functions(own, part, recipe, tuple(examples[:index]))
+            own = apply(own, source(part, "diff", recipe), part)
+            own = with_imports(own, part, recipe)
     if not adds:
         own = without_unused(own, block)
         own = own.rstrip() + "\n" + ending(block) if split else own
@@ -303,16 +316,6 @@ def recipe_of(own):
     ours = {*own.splitlines()}
     theirs = {name: {*parts(x)[0].splitlines()} for name, x in RECIPES.items()}
     return max(theirs, key=lambda name: len(ours & theirs[name]) / len(ours | theirs[name]))
-
-
-def has_edited_flags(own, recipe):
-    """Return whether a copy has other flags than those of its recipe and examples."""
-    try:
-        fresh = compose(RECIPES[recipe], "mine.py", recipe, parents(own))
-    except ValueError:  # of an example that is gone, or does not fit any more
-        return True
-    found, ours = definitions(fresh), definitions(own)
-    return any(found[name] != ours.get(name) for name in ("add_flags", "add_technique_flags"))
 
 
 def next_commands(path, recipe):
@@ -353,14 +356,12 @@ def add(target, examples):
     """Put examples into a copy. Return its recipe, and the lines to print."""
     own, _, block = parts(target)
     recipe = recipe_of(own)
-    edited = has_edited_flags(own, recipe)
     split = is_split(own)
     write(target, compose(target, target.name, recipe, examples, adds=True, split=split))
     unused = unused_imports(parts(target)[0], block) - unused_imports(own, block)
     lines = [f"not used any more (F401): {', '.join(sorted(unused))}"] if unused else []
-    again = "Its flags are edited: train it with them, and then run "
-    again += f"make check COPY={shlex.quote(str(target))}"
-    return recipe, [*lines, *([again] if edited else next_commands(target, recipe))]
+    check = f'make check COPY={shlex.quote(str(target))} ARGS="your flags"'
+    return recipe, [*lines, check]
 
 
 def main():

@@ -45,6 +45,15 @@ def write_json_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
+def write_parquet(path, rows):
+    """Write two files of several row groups, for streaming."""
+    import pyarrow.parquet
+
+    for part in range(2):
+        table = pyarrow.Table.from_pylist(rows[part::2])
+        pyarrow.parquet.write_table(table, f"{path}-{part}.parquet", row_group_size=40)
+
+
 # ------------------------------------------------------------------------------------------- models
 def bpe_tokenizer(special, template=None, **options):
     """Return a byte-level BPE tokenizer with 999 tokens: the special ones, which a string lists,
@@ -287,6 +296,9 @@ def captions(folder):
         caption = draw_shape(folder / f"captions/{index}.png")
         rows.append({"image": f"{index}.png", "caption": caption})
     write_json_lines(folder / "captions/captions.jsonl", rows)
+    files = [{"bytes": (folder / "captions" / row["image"]).read_bytes()} for row in rows]
+    rows = [row | {"image": file} for file, row in zip(files, rows, strict=True)]
+    write_parquet(folder / "captions", rows)
     clip(folder)
 
 
@@ -343,6 +355,7 @@ def text(folder):
     code = [path.read_text("utf-8") for path in sorted(Path(ast.__file__).parent.glob("[ab]*.py"))]
     (folder / "text.txt").write_text("\n".join(LINES), "utf-8")
     (folder / "code.txt").write_text("\n".join(code), "utf-8")
+    write_parquet(folder / "text", [{"text": line} for line in LINES])
     llama(folder)
 
 
@@ -375,6 +388,7 @@ def chats(folder):
         messages = [{"role": x, "content": y} for x, y in zip(roles, said, strict=True)]
         rows.append({"messages": messages})
     write_json_lines(folder / "chats.jsonl", rows)
+    write_parquet(folder / "chats", rows)
     llama(folder)
 
 

@@ -16,7 +16,7 @@ from torchvision import tv_tensors
 from torchvision.ops import box_convert
 from torchvision.transforms import v2
 
-from ddp_cifar import exit_with_error
+from ddp_cifar import RANK, exit_with_error, log_line
 from lib.images import exit_if_missing, read_image
 
 
@@ -24,23 +24,21 @@ def read_coco(path, classes):
     """Return the content of a JSON file in COCO's format, with the fields that COCOeval needs."""
     number = 0
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
-        images = {x["id"]: x for x in content["images"]}
-        if len(images) < len(content["images"]):
-            raise ValueError("two images have one id")
-        highest = max(x["id"] for x in content["categories"])
+        content = json.loads(Path(path).read_text("utf-8-sig"))  # with or without a BOM
+        images, categories = (by_id(content[name]) for name in ("images", "categories"))
+        highest = max(categories)
         for number, x in enumerate(content["annotations"], 1):  # 0 would be "none" for COCOeval
             x["id"] = number
             x["iscrowd"] = x.get("iscrowd") or 0
             x["area"] = x.get("area") or x["bbox"][2] * x["bbox"][3]
-            highest = max(highest, x["category_id"])
-            if x["image_id"] not in images:
-                raise ValueError(f"an annotation has image_id {x['image_id']}, which is no image's")
+            for name, known in (("image_id", images), ("category_id", categories)):
+                if x[name] not in known:
+                    raise ValueError(f"no {name.removesuffix('_id')} has the id {x[name]}")
             check_box(x["bbox"], images[x["image_id"]])
         boxes = [x["bbox"] for x in content["annotations"]]
         if boxes and max(map(max, boxes)) <= 1:
             raise ValueError("all boxes are within [0, 1]: write them in pixels")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         where = f" in annotation {number}" if number else ""
         exit_with_error(f"{path} is not in COCO's format{where}: {error!r}")
     if not images:
@@ -48,6 +46,16 @@ def read_coco(path, classes):
     if highest >= classes:
         exit_with_error(f"{path} has category {highest}: choose --classes {highest + 1} or more")
     return content
+
+
+def by_id(rows):
+    """Return {id: row} of images or categories. Raise ValueError unless each has its own number."""
+    found = {row["id"]: row for row in rows}
+    if wrong := [x for x in found if not isinstance(x, int) or x < 0]:
+        raise ValueError(f"the id {wrong[0]!r} is not a number from 0 on")
+    if len(found) < len(rows):
+        raise ValueError("two images, or categories, have one id")
+    return found
 
 
 def check_box(box, image):
@@ -62,17 +70,24 @@ def check_box(box, image):
 
 class Objects(Dataset):
     """Images, (3, H, W) float32 in [0, 1], with {"boxes": (N, 4) float32, corners in pixels,
-    "labels": (N,) int64, "image": its id}. Crowds are left out."""
+    "labels": (N,) int64, "image": its id}. Crowds are left out, and boxes below one pixel."""
 
     def __init__(self, folder, path, classes, *transforms):
         content = read_coco(path, classes)
         self.images = content["images"]
+        self.names = {x["id"]: x.get("name") for x in content["categories"]}
         self.paths = [Path(folder, x["file_name"]) for x in self.images]
         exit_if_missing(self.paths, path)
+        boxes = content["annotations"]
+        kept = [x for x in boxes if not x["iscrowd"] and min(x["bbox"][2:]) >= 1]
+        left_out = f"{len(boxes) - len(kept)} of {len(boxes)} boxes are crowds, or below one pixel"
+        if not kept:
+            exit_with_error(f"{path} has no object: {left_out}")
+        if len(kept) < len(boxes) and RANK == 0:
+            log_line(f"{path}: {left_out}: they are left out")
         objects = defaultdict(list)
-        for x in content["annotations"]:
-            if not x["iscrowd"]:
-                objects[x["image_id"]].append([*x["bbox"], x["category_id"]])
+        for x in kept:
+            objects[x["image_id"]].append([*x["bbox"], x["category_id"]])
         rows = [objects[x["id"]] for x in self.images]
         self.objects = [torch.tensor(x, dtype=torch.float32).view(-1, 5) for x in rows]
         # A box may be outside of its image, or have no area.

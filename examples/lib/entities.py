@@ -6,26 +6,35 @@ from functools import lru_cache
 
 from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
-from ddp_cifar import exit_with_error
+from ddp_cifar import RANK, exit_with_error, log_line
 from lib.rows import list_of_texts, read_rows
+
+ENDINGS = ".conll", ".txt", ".iob", ".iob2", ".bio"  # of CoNLL's columns, in lower or upper case
 
 
 def read_tagged(path, args):
     """Return [(words, their tags)] for the sentences of a file."""
-    if path.endswith(".conll"):
-        return read_conll(path)
-    sentences = read_rows(path, (args.words, list_of_texts), (args.tags, list_of_texts))
+    if path.lower().endswith(ENDINGS):
+        sentences = read_conll(path)
+    else:
+        sentences = read_rows(path, (args.words, list_of_texts), (args.tags, list_of_texts))
     for number, (words, tags) in enumerate(sentences, 1):
         if len(words) != len(tags):
             exit_with_error(f"{path}, row {number}: {len(words)} words, but {len(tags)} tags")
+    tags = {tag for _, tags in sentences for tag in tags}
+    if len(tags) < 2:
+        exit_with_error(f"{path}: all words have the same tag, {', '.join(tags)}: name others")
+    if all(re.fullmatch("[0-9.-]+", word) for words, _ in sentences for word in words):
+        exit_with_error(f"{path}: all words are numbers: write each word before its tag")
     return sentences
 
 
 @lru_cache(2)
 def read_conll(path):
     """Return [(words, their tags)] for the sentences of a file in the format of CoNLL 2003: a line
-    has a word, other columns and a tag; an empty line ends a sentence."""
-    sentences = [([], [])]
+    has a word, other columns and a tag; an empty line ends a sentence. Before the first word of one
+    a line that begins with "# " is a comment."""
+    sentences, comments, number_of_columns = [([], [])], [], None
     try:
         with open(path, encoding="utf-8-sig") as file:
             lines = file.read().split("\n")
@@ -35,13 +44,20 @@ def read_conll(path):
         columns = re.split("[ \t]+", line.strip(" \t\r"))  # a word may have other spaces
         if len(columns) == 10 and columns[0].isdigit():
             exit_with_error(f"{path}, line {number} is of CoNLL-U: write a word and its tag alone")
-        if columns in ([""], ["-DOCSTART-"]) or columns[0] == "-DOCSTART-":
+        if columns == [""] or columns[0] == "-DOCSTART-":
             sentences.append(([], []))
+        elif line.startswith("# ") and not sentences[-1][0]:
+            comments.append(line)
         elif len(columns) == 1:
             exit_with_error(f"{path}, line {number}: {line!r:.80} is a word without a tag")
+        elif len(columns) != (number_of_columns := number_of_columns or len(columns)):
+            found = f"{path}, line {number}: {line!r:.80} has {len(columns)} columns"
+            exit_with_error(f"{found}, the first word {number_of_columns}")
         else:
             sentences[-1][0].append(columns[0])
             sentences[-1][1].append(columns[-1])
+    if comments and RANK == 0:
+        log_line(f"{path}: {len(comments)} lines are comments, such as {comments[0]!r:.80}")
     return [sentence for sentence in sentences if sentence[0]]
 
 

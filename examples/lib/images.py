@@ -22,7 +22,20 @@ def read_image(file, name=None):
 
 def is_image(path):
     """Return whether PIL reads files with this ending, in lower or upper case."""
-    return Image.registered_extensions().get(Path(path).suffix.lower()) in Image.OPEN
+    return Image.registered_extensions().get(Path(path).suffix.lower()) in formats()
+
+
+def formats():
+    """Return the formats that PIL reads itself: for EPS, whatever its file is called, it starts a
+    Ghostscript that is installed."""
+    Image.init()
+    return [x for x in Image.OPEN if x != "EPS"]
+
+
+def is_of_a_program(path, folder):
+    """Return whether a name on the way from a folder to a file begins with "." or "@", as those
+    that programs add: .ipynb_checkpoints, @eaDir, ._1.jpg."""
+    return any(name[0] in ".@" for name in Path(path).relative_to(folder).parts)
 
 
 def log_left_out(folder, used):
@@ -62,7 +75,8 @@ def read_pixels(file, name=None):
 def opened(file, name=None):
     """Open an image of PIL. Name it in an error."""
     try:
-        with Image.open(file.file() if hasattr(file, "file") else file) as image:
+        opened_file = file.file() if hasattr(file, "file") else file
+        with Image.open(opened_file, formats=formats()) as image:
             yield image
     except Exception as error:  # PIL raises many types
         reason = getattr(error, "strerror", None) or error

@@ -87,7 +87,7 @@ def encoded_once(rows, args, accelerator):
         if accelerator.is_main_process and not path.exists():
             encoded = encode(rows, args, accelerator.device)
             replace_file(path, lambda temporary: torch.save(encoded, temporary))
-        return torch.load(path, mmap=True)
+        return torch.load(path, weights_only=True, mmap=True)
 
 
 @torch.no_grad()

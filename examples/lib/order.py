@@ -7,6 +7,7 @@ trains on the same global batches: each microbatch of each rank is a part of the
 """
 
 import random
+from functools import lru_cache
 
 import torch
 from torch.utils.data import Dataset
@@ -36,12 +37,62 @@ class Ordered(Dataset):
         return self.dataset[int(self.indices[index])]
 
 
-def by_shard(generator, shard, buffer):
-    """Shard after shard, shuffled within `buffer` samples. `shard`: (N,) int64, of each sample."""
-    place = torch.randperm(int(shard.max()) + 1, generator=generator)
-    indices = place[shard].argsort(stable=True)
-    parts = indices.split(buffer)
-    return torch.cat([part[torch.randperm(len(part), generator=generator)] for part in parts])
+class ByLane(Dataset):
+    """A dataset of groups, such as shards or row groups, in lanes side by side, of which an epoch
+    takes `block` samples in turn. A lane has one group after the other, each shuffled. So a worker
+    whose samples are in a few lanes opens each group once. `sizes`: (G,) int64, samples of each
+    group. Less than `lanes * block` samples are left out, in each epoch others. The place of a
+    sample is computed: there is no memory for each."""
+
+    def __init__(self, dataset, seed, sizes, lanes, block):
+        self.dataset = dataset
+        self.seed = seed
+        self.sizes = sizes
+        self.begins = sizes.cumsum(0) - sizes
+        self.lanes = lanes
+        self.block = block
+        self.length = int(sizes.sum()) // (lanes * block) * block  # of a lane
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for persistent workers
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return self.lanes * self.length
+
+    def place(self, position):
+        """Return the lane, the group and the index of the sample at a position of the epoch."""
+        if position >= len(self):
+            raise IndexError(position)  # an iteration ends with it
+        epoch = self.epoch.item()
+        turn, rest = divmod(position, self.lanes * self.block)
+        lane, number = divmod(rest, self.block)
+        at = lane * self.length + turn * self.block + number
+        groups = shuffled(self.seed, epoch, "groups", len(self.sizes))
+        ends = group_ends(self.seed, epoch, self.sizes)
+        nth = int(torch.searchsorted(ends, at, right=True))
+        group = int(groups[nth])
+        size = int(self.sizes[group])
+        row = shuffled(self.seed, epoch, group, size)[at - int(ends[nth]) + size]
+        return lane, group, int(self.begins[group] + row)
+
+    def __getitem__(self, position):
+        return self.dataset[self.place(position)[2]]
+
+
+@lru_cache(256)
+def shuffled(seed, epoch, name, size):
+    """Return (size,) int32, an order that is a function of the other arguments."""
+    generator = torch.Generator().manual_seed(
+        random.Random(f"{seed}/{epoch}/{name}").getrandbits(32)
+    )
+    return torch.randperm(size, dtype=torch.int32, generator=generator)
+
+
+@lru_cache(4)
+def group_ends(seed, epoch, sizes):
+    """Return where the groups of a size end, (G,) int64, in the order of an epoch."""
+    return sizes[shuffled(seed, epoch, "groups", len(sizes))].cumsum(0)
 
 
 def by_length(generator, lengths, batch):

@@ -14,6 +14,15 @@ from typing import NamedTuple
 from ddp_cifar import RANK, exit_with_error, log_line
 
 DATASET = re.compile(r"([^:@]+)(?:@([^:]+))?(?::([^:\[]+))?:(\w[^:\[]*(?:\[.*)?)")
+LONGEST = 2**26  # bytes of a line of a file
+csv.field_size_limit(LONGEST)
+# By these columns programs leave out a row, or weigh it; and the values that do so.
+MEANT = {
+    "answer": "reject|ignore",  # Prodigy's
+    "status": "discarded",  # Argilla's
+    **dict.fromkeys(("was_cancelled", "ignore", "skip", "exclude"), "true|yes|1"),
+    **dict.fromkeys(("weight", "sample_weight"), r"(?!1(\.0*)?$).+"),
+}
 SOURCES = "a file, a folder of save_to_disk, or NAME[@REVISION][:CONFIG]:SPLIT of the Hub"
 
 
@@ -72,12 +81,17 @@ class Stored(NamedTuple):
     def __str__(self):
         return f"{self.source}, row {self.index + 1}"
 
-    def file(self):
-        """Return an open file, or the path of one. Raise OSError if there is none."""
+    def value(self):
+        """Return {"bytes": ..., "path": ...}, one of them None. Raise OSError if there is none."""
         value = dataset_of(self.source)[self.index][self.column]
         value = value if self.place is None else value[self.place]
         if value is None:
-            raise OSError(f"{self.column} is missing")
+            raise OSError(f"{self}: {self.column} is missing")
+        return value
+
+    def file(self):
+        """Return an open file, or the path of one."""
+        value = self.value()
         return io.BytesIO(value["bytes"]) if value["bytes"] else value["path"]
 
 
@@ -128,27 +142,66 @@ def source_key(source):
 
 
 def parsed_rows(source):
-    """Yield {name: value} for each row of a dataset, or of a file, whose kind is its ending. Raise
-    ValueError if a row of CSV has more fields than columns: a comma in a text without quotes."""
+    """Return an iterator of the rows, {name: value}, of a dataset, or of a file, whose kind is its
+    ending, in lower or upper case."""
     source = str(source)
     if is_dataset(source):
-        yield from dataset_rows(source)
-        return
-    if source.endswith(".parquet"):
+        return dataset_rows(source)
+    kind = Path(source.lower().removesuffix(".gz")).suffix
+    if kind == ".parquet":
         from pyarrow.parquet import read_table  # needed for these files alone
 
-        yield from read_table(source).to_pylist()
-        return
-    name = source.removesuffix(".gz")
-    opened = gzip.open if name != source else open
-    with opened(source, "rt", encoding="utf-8-sig", newline="") as file:  # with or without a BOM
-        if not name.endswith((".csv", ".tsv")):
-            yield from (json.loads(line) for line in file if line.strip())
-            return
-        for row in csv.DictReader(file, delimiter="\t" if name.endswith(".tsv") else ","):
-            if None in row:
-                raise ValueError(f"{row[None]} is behind the last column: quote texts with commas")
+        return iter(read_table(source).to_pylist())
+    lines = lines_of(source)
+    return csv_rows(lines, kind) if kind in (".csv", ".tsv") else json_rows(lines)
+
+
+def lines_of(path):
+    """Yield the lines of a text, with or without a byte order mark. Raise ValueError at one that is
+    no UTF-8, or that has more than `LONGEST` bytes: a small compressed file may fill any memory."""
+    opened = gzip.open if path.lower().endswith(".gz") else open
+    with opened(path, "rb") as file:
+        while line := file.readline(LONGEST + 1):
+            if len(line) > LONGEST:
+                raise ValueError(f"a line has more than {LONGEST} bytes")
+            yield line.decode("utf-8-sig")
+
+
+def json_rows(lines):
+    """Yield the rows of JSON lines, or of one array. Raise ValueError if one is no object."""
+    for line in filter(str.strip, lines):
+        is_array = line.lstrip().startswith("[")
+        for row in json.loads(line + "".join(lines)) if is_array else [json.loads(line)]:
+            if not isinstance(row, dict):
+                raise ValueError(f"{row!r:.80} is no object")
             yield row
+
+
+def csv_rows(lines, kind):
+    """Yield the rows of CSV or TSV. Raise ValueError if one has not a field for each column: a text
+    with commas or line breaks has no quotes. Texts of TSV are often written without: two that begin
+    or end with a quote would be one field, with all that is between them."""
+    rows = filter(None, csv.reader(lines, delimiter="\t" if kind == ".tsv" else ",", strict=True))
+    names = next(rows, [])
+    if len({*names}) < len(names):
+        raise ValueError(f"two columns have one name: {', '.join(names)}")
+    for row in rows:
+        if len(row) != len(names):
+            found = f"{len(row)} fields, but {len(names)} columns"
+            raise ValueError(f"{found}: quote texts with commas")
+        if kind == ".tsv" and any("\n" in text for text in row):
+            raise ValueError("quotes are around a line break: write .csv, or double each quote")
+        yield dict(zip(names, row, strict=True))
+
+
+def check_others(row, used):
+    """Raise ValueError if a row has a value that means something for its training, `MEANT`, in a
+    column that is not among those that are used."""
+    for name in MEANT.keys() & row.keys() - {*used}:
+        value = "" if row[name] is None else str(row[name])
+        if re.fullmatch(MEANT[name], value, re.IGNORECASE):
+            remedy = "leave out such rows, or the column"
+            raise ValueError(f"{name} is {value:.80}, which has no effect here: {remedy}")
 
 
 def read_lines(source, form, make):
@@ -181,6 +234,7 @@ def read_rows(source, *columns):
         return reduce(getitem, [name] if name in row else name.split("."), row)
 
     def values(row):
+        check_others(row, [name for name, _ in columns])
         return tuple(convert(value(row, name)) for name, convert in columns)
 
     return read_lines(source, ", ".join(name for name, _ in columns), values)
@@ -214,6 +268,7 @@ def read_texts(source, *names, more=None):
         in_first_row.append(optional)
         if optional != in_first_row[0]:
             raise ValueError(f"it has {optional}, the first row {in_first_row[0]}")
+        check_others(row, names)
         return tuple(nonempty_text(row[name]) for name in (*names, *optional))
 
     return read_lines(source, ", ".join(names), texts)
@@ -225,6 +280,12 @@ def nonempty_text(value):
     return value
 
 
+def stored(value):
+    if not isinstance(value, Stored):
+        raise ValueError(f"{value!r:.80} is no image or sound that a dataset stores")
+    return value
+
+
 def class_name(value):
     if value is None:
         raise ValueError("it has no label, as in test sets of competitions")
@@ -233,6 +294,14 @@ def class_name(value):
     if not isinstance(value, str | int) or value == "":
         raise ValueError(f"{value!r} is not a label: a string or an integer")
     return value
+
+
+def class_names(source, labels):
+    """Return the names of the classes of a source, in the order of its labels. Exit with an error
+    if some are strings and others integers."""
+    if len({*map(type, labels)}) > 1:
+        exit_with_error(f"{source} has labels that are strings, and others that are integers")
+    return [*map(str, sorted({*labels}))]
 
 
 def list_of_texts(value):

@@ -30,7 +30,24 @@ def layout(path, vocabulary):
     if len(header) == HEADER and not header[3:].any():
         known = ", ".join(map(str, OF_HEADER))
         raise OSError(f"{path}: its header has the magic number {header[0]}, none of {known}")
-    return "<u2" if vocabulary <= 2**16 else "<u4", 0, None
+    kind = "<u2" if vocabulary <= 2**16 else "<u4"
+    check_tokens(path, kind)
+    return kind, 0, None
+
+
+def check_tokens(path, kind):
+    """Raise OSError unless a file without a header begins with tokens of this type."""
+    begin = numpy.fromfile(path, "u1", 4096)
+    if begin[:6].tobytes() == b"\x93NUMPY":
+        remedy = f'write its numbers alone: numpy.load(...).astype("{kind}").tofile("new.bin")'
+        raise OSError(f"{path} is of numpy.save: {remedy}")
+    controls = [x for x in range(32) if chr(x) not in "\t\n\f\r"]  # high bytes of usual tokens
+    if len(begin) and not numpy.isin(begin, controls).any():
+        raise OSError(f"{path} is a text: make tokens of it first, or use language_model")
+    tokens = begin[: len(begin) // 4 * 4].view(kind)
+    if len(tokens) > 1 and not (tokens[::2].any() and tokens[1::2].any()):
+        width = 8 * numpy.dtype(kind).itemsize
+        raise OSError(f"{path}: every second number of {width} bits is 0: save tokens with as many")
 
 
 def map_tokens(path, vocabulary):

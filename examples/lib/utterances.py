@@ -2,51 +2,61 @@
 """Speech: wav files as spectra, texts as characters, and how many of their words are wrong."""
 
 import math
-import wave
+import shlex
+import struct
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
-import numpy
 import torch
 from rapidfuzz.distance import Levenshtein
+from scipy.io import wavfile
 from torch import nn
 from torch.utils.data import Dataset
 
 from ddp_cifar import RANK, exit_with_error, log_line
+from lib.rows import is_dataset, nonempty_text, read_rows, stored
 
 RATE = 16000  # samples per second
 WINDOW, HOP, MELS = 400, 160, 80  # samples of 25 ms and of 10 ms; bands
 SHORTENED = 4  # spectra for one output of the model
 
 
-def read_list(path):
+def read_list(path, names=("audio", "text")):
     """Return [(path of a wav file, its text, its number of samples)] of a file with a line for
-    each: the path, from the folder of the list, a tab, and the text."""
+    each: the path, from the folder of the list, a tab, and the text. Of a dataset with columns of
+    these names, what is `Stored` is in place of a path."""
+    if is_dataset(path):
+        rows = read_rows(path, *zip(names, (stored, nonempty_text), strict=True))
+        return [(sound, text, stored_samples(sound)) for sound, text in rows]
     rows = []
-    for line in Path(path).read_text("utf-8-sig").splitlines():
-        name, tab, text = line.partition("\t")
-        if not tab:
-            exit_with_error(f"{path} needs lines of a path, a tab and a text, not {line!r:.80}")
-        file = Path(path).parent / name
-        rows.append((file, text, samples_in(file)))
+    try:
+        lines = Path(path).read_text("utf-8-sig").split("\n")
+    except ValueError as error:
+        exit_with_error(f"{path}: {error}")
+    for number, line in enumerate(lines, 1):
+        columns = line.strip("\r").split("\t")
+        if len(columns) == 2:
+            file = Path(path).parent / columns[0]
+            rows.append((file, columns[1], samples_in(file)))
+        elif line.strip():
+            found = f"{path}, line {number}: {line!r:.80}"
+            exit_with_error(f"{found}. Each line needs a path, a tab and a text")
     return rows
 
 
 def samples_in(path):
     """Return the number of samples of a wav file. Exit with an error if it has another format."""
     try:
-        with wave.open(str(path)) as file:
-            found = file.getsampwidth() * 8, file.getframerate()
-            samples = file.getnframes()
-            size = samples * file.getsampwidth() * file.getnchannels()
-        if not 0 < size <= Path(path).stat().st_size:
-            found = f"cut or empty: {size} bytes of samples by its header"
-    except (wave.Error, EOFError) as error:
-        found = str(error) or "empty"
-    if found != (16, RATE):
-        remedy = f"ffmpeg -i {path} -ar {RATE} -c:a pcm_s16le new.wav"
-        exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz, {found}: {remedy}")
-    return samples
+        rate, samples = wavfile.read(path, mmap=True)  # an error if the file was cut off
+        found = f"{samples.dtype}, {rate} Hz"
+    except (ValueError, struct.error) as error:
+        found, samples = error, ()
+    if found != f"int16, {RATE} Hz" or not len(samples):
+        remedy = f"ffmpeg -i {shlex.quote(str(path))} -ar {RATE} -c:a pcm_s16le new.wav"
+        found = f"{found}, {len(samples)} samples"
+        exit_with_error(f"{path} is not a wav file of 16 bits and {RATE} Hz: {found}: {remedy}")
+    return len(samples)
 
 
 def is_too_short(text, samples):
@@ -57,10 +67,55 @@ def is_too_short(text, samples):
 
 def read_wav(path):
     """Return the mean of a file's channels: (N,) float32, from -1 to 1."""
-    with wave.open(str(path)) as file:
-        samples = numpy.frombuffer(file.readframes(file.getnframes()), "<i2")
-        samples = torch.from_numpy(samples.reshape(-1, file.getnchannels()).copy())
-    return samples.float().mean(1) / 2**15
+    _, samples = wavfile.read(path)
+    return torch.tensor(samples).float().view(len(samples), -1).mean(1) / 2**15
+
+
+def opened(sound):
+    """Return torchcodec's decoder of what is `Stored` as FLAC, MP3 or another format, or None if it
+    is a wav file of 16 bits and RATE. Exit with an error if it cannot be decoded."""
+    import datasets  # needed for these alone
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Reached EOF")
+            rate, samples = wavfile.read(sound.file())
+        if (rate, samples.dtype) == (RATE, "int16"):
+            return None
+    except wavfile.WavFileWarning as error:
+        exit_with_error(f"{sound} was cut off: {error}")
+    except (ValueError, struct.error):
+        pass  # no wav file
+    try:
+        return datasets.Audio(RATE, num_channels=1).decode_example(sound.value())
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        remedy = f"all but wav files of 16 bits and {RATE} Hz need torchcodec and ffmpeg"
+        exit_with_error(f"{sound}: {reason:.200}. To decode it, {remedy}")
+
+
+def stored_samples(sound):
+    """Return the number of samples at RATE of what is `Stored`, by its header."""
+    if decoder := opened(sound):
+        return round(decoder.metadata.duration_seconds * RATE)
+    return len(read_wav(sound.file()))
+
+
+def read_sound(sound):
+    """Return the mean of the channels of a wav file, or of what is `Stored`: (N,) float32, from -1
+    to 1. Raise OSError if it was cut off."""
+    if isinstance(sound, Path):
+        return read_wav(sound)
+    decoder = opened(sound)
+    if decoder is None:
+        return read_wav(sound.file())
+    try:
+        samples = decoder.get_all_samples().data[0]
+    except RuntimeError as error:
+        raise OSError(f"{sound}: {error}") from None
+    if len(samples) < 0.9 * decoder.metadata.duration_seconds * RATE:  # its header may round
+        raise OSError(f"{sound} was cut off: it has {len(samples)} samples")
+    return samples
 
 
 def mel_filters(bins):
@@ -86,11 +141,11 @@ def log_mel(samples):
 
 
 class Utterances(Dataset):
-    """Those of a list, the shortest first, as (T, MELS) float32 and the numbers of the characters:
-    (N,) int64. 0 is CTC's blank."""
+    """Those of a list or dataset, the shortest first, as (T, MELS) float32 and the numbers of the
+    characters: (N,) int64. 0 is CTC's blank."""
 
-    def __init__(self, path, characters):
-        self.rows = sorted(read_list(path), key=lambda row: row[2])
+    def __init__(self, path, characters, names=("audio", "text")):
+        self.rows = sorted(read_list(path, names), key=lambda row: row[2])
         for _, text, _ in self.rows:
             if unknown := "".join(sorted({*text} - {*characters})):
                 found = f"{path} also has {unknown!r}, in {text!r:.80}"
@@ -108,9 +163,9 @@ class Utterances(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        path, text, _ = self.rows[index]
+        sound, text, _ = self.rows[index]
         numbers = [1 + self.characters.index(x) for x in text]
-        return log_mel(read_wav(path)), torch.tensor(numbers, dtype=torch.int64)
+        return log_mel(read_sound(sound)), torch.tensor(numbers, dtype=torch.int64)
 
 
 def pad_utterances(batch):

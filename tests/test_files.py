@@ -1,0 +1,389 @@
+"""Files of other programs, in each reader: what they mean is trained, or one line says why not.
+Images: test_images.py. Chats: test_chat_examples.py."""
+
+import gzip
+import io
+import json
+import math
+import os
+import random
+import shutil
+import struct
+import tarfile
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from composed import write_wav
+from conftest import Exit, exit_by_exception
+from lazy import detection, lib, pyarrow, table, tar_shards, tokens
+from PIL import Image
+
+from lib import coco, entities, images, rows, utterances
+
+pytestmark = pytest.mark.slow
+
+
+def of_coco(box=None, **changed):
+    """A file of COCO in which the last of two annotations, or a list, has other values."""
+    first = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]}
+    content = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [first]}
+    content["annotations"] += [first | (box or {})]
+    content["categories"] = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
+    return json.dumps({**content, **changed}).encode()
+
+
+def tar(*names, of_class=b"1", **headers):
+    """A tar file with these members: images and classes."""
+    image, file = io.BytesIO(), io.BytesIO()
+    Image.new("L", (12, 12)).save(image, "png")
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            content = of_class if name.lower().endswith("cls") else image.getvalue()
+            info.size, info.pax_headers = len(content), headers
+            archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def write_sounds(folder):
+    samples = numpy.zeros((160, 1))
+    sounds = {"good": {}, "rate": {"rate": 8000}, "width": {"width": 4}}
+    for name, options in sounds.items():
+        write_wav(folder / f"{name}.wav", samples, **options)
+    write_wav(folder / "none.wav", samples[:0])
+    content = (folder / "good.wav").read_bytes()
+    for name, part in {"cut": content[:200], "begun": content[:30], "text": b"text"}.items():
+        (folder / f"{name}.wav").write_bytes(part)
+
+
+def header(magic, count):
+    return numpy.array([magic, 1, count] + [0] * 253, "<i4").tobytes()
+
+
+def index(code, lengths, magic=b"MMIDIDX\0\0"):
+    lengths = numpy.array(lengths, "<i4")
+    content = struct.pack("<9sQBQQ", magic, 1, code, len(lengths), len(lengths) + 1)
+    return content + lengths.tobytes() + bytes(8 * (2 * len(lengths) + 1))
+
+
+def two_files(path):
+    files = {name: [path.parent, path.with_suffix(f".{name}")] for name in ("json", "other")}
+    return SimpleNamespace(train=files["json"], test=files["other"], classes=3, batch_size=1)
+
+
+def rows_of(path):
+    return rows.read_rows(path, ("x", rows.nonempty_text), ("y", rows.class_name))
+
+
+def read_shards(path):
+    shutil.copytree(path.parent, path.parent.parent / "test")
+    args = {"shards": path.parent.parent, "index": None, "members": ["png", "cls"], "classes": 2}
+    here = SimpleNamespace(main_process_first=nullcontext, local_main_process_first=nullcontext)
+    args = SimpleNamespace(**args, seed=0, lanes=1, block=9, batch_size=1)
+    return [[*loader.dataset] for loader in tar_shards.load_data(args, here)]
+
+
+READERS = {
+    "json": lambda path: coco.Objects(path.parent, path, 3)[0],
+    "names": lambda path: detection.load_data(two_files(path), None),
+    "bin": lambda path: [*tokens.read_windows([path], SimpleNamespace(length=8, vocabulary=50304))],
+    "conll": lambda path: entities.read_tagged(str(path), None),
+    "csv": lambda path: table.read_columns(SimpleNamespace(table=str(path), target="y")),
+    "lst": lambda path: utterances.Utterances(path, " ab"),
+    "tar": read_shards,
+    "rows": lambda path: rows_of(*path.parent.glob("name.*")),
+    "pairs": lambda path: rows.read_texts(path, "x", "y", more="z"),
+}
+SEED = int(os.environ.get("SEED", 0))  # another one by hand
+TOKENS = numpy.arange(100).astype("<u2").tobytes()
+SAMPLE = "0001.png", "0001.cls"
+SPARSE = {"GNU.sparse.size": f"{2**33}", "GNU.sparse.map": "0,1"}  # 8 GB, of which 1 byte is there
+NESTED = b"[" * 10**6 + b"]" * 10**6
+BAD = {
+    "json": [
+        (of_coco(images=[]), "no image has the id 1"),
+        (of_coco(images=[], annotations=[]), "has no images"),
+        (of_coco(categories=[{"id": 1}, {"id": 9}]), "category 9: choose --classes 10 or more"),
+        (of_coco(categories=[]), "COCO's format: ValueError"),
+        *[(of_coco(categories=[{"id": x}]), "COCO's format: ") for x in (None, "1", -1, 1.7, [])],
+        *[(of_coco(images=[{"id": x}]), "COCO's format: ") for x in (None, "1", -1, 1.7, [])],
+        *[(of_coco(**{name: 2 * [{"id": 1}]}), "have one id") for name in ("images", "categories")],
+        *[(of_coco({"category_id": x}), "annotation 2: ") for x in (None, "1", -5, 1.7, 3, [])],
+        *[(of_coco({"image_id": x}), "in annotation 2: ") for x in (None, "1", 1.7, 2, [])],
+        *[(of_coco({"bbox": [x, 1, 2, 3]}), "annotation 2: ") for x in (None, "1", math.nan, -9)],
+        *[(of_coco({"bbox": x}), "annotation 2: ") for x in (None, [], [1, 1, -2, 3], [1, 1, 2])],
+        (of_coco(annotations=[]), "has no object: 0 of 0 boxes"),
+        (of_coco(images=[{"id": 1, "file_name": "b.png"}]), "b.png is missing (1 files in all)"),
+        (of_coco(images=[{"id": 1, "file_name": "a.png", "width": 8}]), "by its JSON (8, 12)"),
+        (None, "No such file"),
+        (b"{", "is not in COCO's format: JSONDecodeError"),
+        (NESTED, "is not in COCO's format: RecursionError"),
+    ],
+    "names": [
+        (
+            {"json": of_coco(), "other": of_coco(categories=[{"id": 1, "name": "b"}])},
+            "name.other have other categories",
+        ),
+    ],
+    "bin": [
+        (
+            TOKENS[:80] + b"\xff\xff" + TOKENS,
+            "token 40 is 65535, outside of the 50304",
+        ),
+        (TOKENS[:-1], "has 199 bytes, not a multiple of 2"),
+        (header(20240520, 100) + TOKENS[:150], "has 150 bytes, not 100 tokens of 2"),
+        (header(20240522, 1) + TOKENS, "has the magic number 20240522, none of 20240520"),
+        ({"": TOKENS, "idx": index(8, [99])}, "has 200 bytes, not 99 tokens of 2"),
+        ({"": TOKENS, "idx": index(8, [100], b"TNTIDX\0\0")}, "is no index of Megatron's"),
+        ({"": TOKENS, "idx": b"MMIDIDX"}, "is no index of Megatron's: move"),
+        ({"": TOKENS, "idx": index(8, [100])[:36]}, "mmap length is greater"),
+        (b"", "cannot mmap an empty file"),
+        (TOKENS[:16], "has less than --length + 1 tokens"),
+        (b"\x93NUMPY" + TOKENS, "is of numpy.save"),
+        (numpy.arange(1, 100, dtype="<u4").tobytes(), "every second number of 16 bits is 0"),
+        (numpy.arange(1, 100, dtype="<i8").tobytes(), "every second number of 16 bits is 0"),
+        (numpy.arange(1, 100, dtype=">u4").tobytes(), "every second number of 16 bits is 0"),
+        ("Once upon a time,\r\n\tĂ©té.\n".encode() * 9, "is a text"),
+    ],
+    "conll": [
+        (b"in O\nRome\n", "line 2: 'Rome' is a word without a tag"),
+        (b"in NN O\nRome NN\n", "line 2: 'Rome NN' has 2 columns, the first word 3"),
+        (b"New York\tB\nin\tO\n", "line 2: 'in\\tO' has 2 columns, the first word 3"),
+        (b"1\tRome\tRome\tPROPN\t_\t_\t0\troot\t_\t_\n", "line 1 is of CoNLL-U"),
+        (b"in IN _\nRome NN _\n", "all words have the same tag, _"),
+        (b"1 in O\n2 Rome B-LOC\n", "all words are numbers"),
+        ("in O\nOrléans B-LOC\n".encode("cp1252"), "codec can't decode byte 0xe9"),
+        (b"", "all words have the same tag"),
+    ],
+    "csv": [
+        (b"a,y\n" + b"1,2\n" * 300_000 + b"x,2\n", "#0: Row #300002: CSV conversion error"),
+        (b"a,a,y\n1,2,3\n", "has two columns a"),
+        (b"a,y\n1\n", "Row #2: Expected 2 columns, got 1"),
+        (b"a,y\n1,2\n,3\n", "values are missing in a"),
+        (b"a,day,name,y\n1,2024-01-01,b,2\n", "no numbers: day (date32[day]), name (string)"),
+        ("é,y\n1,2\n".encode("cp1252"), "codec can't decode byte 0xe9"),
+        (b"a,b\n1,2\n", "--target y"),
+        (b"", "Empty CSV file"),
+        (None, "No such file"),
+    ],
+    "lst": [
+        (b"good.wav ab", "line 2: 'good.wav ab'. Each line needs a path, a tab and a text"),
+        (b"good.wav\tab\t1.0", "line 2: 'good.wav\\tab\\t1.0'. Each line needs"),
+        ("good.wav\té".encode("cp1252"), "codec can't decode byte 0xe9"),
+        (b"nothing.wav\tab", "No such file"),
+        (b"good.wav\ta!b?", "argument --characters"),
+        (b"rate.wav\tab", "rate.wav is not a wav file of 16 bits and 16000 Hz: int16, 8000 Hz"),
+        (b"width.wav\tab", "width.wav is not a wav file of 16 bits and 16000 Hz: int32, 16000 Hz"),
+        (b"text.wav\tab", "16000 Hz: File format b'text' not understood"),
+        (b"none.wav\tab", "16000 Hz: int16, 16000 Hz, 0 samples: ffmpeg -i"),
+        (b"cut.wav\tab", "16000 Hz: mmap length is greater than file size"),
+        (b"begun.wav\tab", "16000 Hz: unpack requires a buffer"),
+    ],
+    "tar": [
+        (tar(*SAMPLE, *SAMPLE), "sample 0001 has png, cls, png, cls, not one png and cls"),
+        (tar("a.1.png", "a.1.cls"), "sample a has 1.png, 1.cls, not one png and cls: see --mem"),
+        (tar("a.png", "b.png", "a.cls", "b.cls"), "sample a has png, not one png and cls"),
+        (tar(), "it was cut off, or joined with another one, behind sample None"),
+        (tar(*SAMPLE)[:1600], "unexpected end of data"),
+        (tar(*SAMPLE)[:2048], "it was cut off, or joined with another one, behind sample 0001"),
+        (tar(*SAMPLE) + tar("0002.png", "0002.cls"), "joined with another one, behind sample 0001"),
+        (tar(*SAMPLE, **SPARSE), "sample 0001 has a sparse file"),
+        (tar(*SAMPLE, of_class=b"2"), "sample 0001: class 2 is not below --classes, 2"),
+        (tar(*SAMPLE, of_class=b"x"), "sample 0001: invalid literal for int()"),
+        (b"no tar", "truncated header"),
+    ],
+    "rows": [
+        ({"jsonl": b'{"x": "a", "y": [1.5]}'}, "row 1: ValueError('[1.5] is not a label"),
+        (
+            {"jsonl": b'\n{"x": "a", "y": 1}\n\n{"x": "a"}'},
+            "row 2: KeyError('y'). Each row needs x, y",
+        ),
+        ({"jsonl": b'{"x": "a", "y": " "}'}, "row 1: ValueError(\"'' is not a label"),
+        ({"jsonl": b'{"x": "a", "y": 1}\n{'}, "row 2: JSONDecodeError"),
+        ({"jsonl": b'"x"'}, "row 1: ValueError(\"'x' is no object\")"),
+        ({"json": NESTED}, "row 1: RecursionError"),
+        ({"json": b'[{"x": "a", "y": 1}, 2]'}, "row 2: ValueError('2 is no object')"),
+        ({"csv": b"x,y\n,1\n"}, "row 1: ValueError(\"'' is not a text, or an empty one\")"),
+        ({"csv": b"x,y\n"}, "has no rows"),
+        ({"csv": b""}, "has no rows"),
+        ({"csv": b"x,y\na, b,1\n"}, "row 1: ValueError('3 fields, but 2 columns: quote"),
+        ({"csv": b"x,y\na\n"}, "row 1: ValueError('1 fields, but 2 columns: quote"),
+        ({"csv": b'x,y\na,1\n"b" c,1\n'}, "row 2: Error('\\',\\' expected after"),
+        ({"csv": b'x,y\n"a,1\nb,1\n'}, "row 1: Error('unexpected end of data')"),
+        ({"csv": b"x,y,x\na,1,b\n"}, "row 1: ValueError('two columns have one name: x, y, x')"),
+        ({"tsv": b'x\ty\n"a\t1\nb"\t2\n'}, "row 1: ValueError('quotes are around a line break"),
+        ({"csv.gz": gzip.compress(b"a" * (2**26 + 1))}, "a line has more than 67108864 bytes"),
+        ({"csv.gz": gzip.compress(b"x,y\na,1\n")[:-9]}, "EOFError('Compressed file ended before"),
+        ({"csv": "x,y\na,1\né,1\n".encode("cp1252")}, "row 2: UnicodeDecodeError"),
+        ({"parquet": b"no parquet"}, "row 1: ArrowInvalid"),
+    ],
+    "pairs": [
+        (b'{"x": "a", "y": "b", "z": "c"}\n{"x": "a", "y": "b"}', 'row 2: ValueError("it has [], '),
+        (b'{"x": "a", "y": ["b"]}', "row 1: ValueError(\"['b'] is not a text, or an empty one"),
+        (b'{"x": "a", "y": "b", "answer": "reject"}', "row 1: ValueError('answer is reject, which"),
+        (None, "no such file. Name a file, a folder of save_to_disk"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_file_that_cannot_be_read_as_it_was_meant_is_one_line(kind, tmp_path, monkeypatch):
+    for module in (coco, entities, images, rows, utterances):
+        monkeypatch.setattr(module, "exit_with_error", exit_by_exception)
+    for module in ("detection", "table", "tar_shards", "tokens"):
+        monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
+    for number, (content, said) in enumerate(BAD[kind]):
+        folder = tmp_path / str(number) / "train"
+        folder.mkdir(parents=True)
+        Image.new("L", (12, 12)).save(folder / "a.png")
+        write_sounds(folder)
+        content = content if isinstance(content, dict) else {"": content}
+        for ending, x in content.items():
+            if x is not None:
+                x = b"good.wav\tba\n" + x if kind == "lst" else x
+                (folder / f"name.{ending or kind}").write_bytes(x)
+        with pytest.raises((Exit, OSError)) as error:
+            READERS[kind](folder / f"name.{kind}")
+        line = str(error.value)
+        assert said in line and "\n" not in line, line
+        assert "name." in line or ".wav" in line or "a.png" in line or "b.png" in line
+
+
+# A column beside those that are used, its value in the last row, and whether it is harmless.
+OTHERS = [("id", 7, True), ("title", 'a "b", c', True), ("answer", "accept", True)]
+OTHERS += [("answer", "Reject", False), ("status", "discarded", False), ("skip", True, False)]
+OTHERS += [("weight", 1, True), ("weight", "", True), ("weight", 0.5, False)]
+
+
+def drawn_json(drawn, content):
+    lines = [json.dumps(row, ensure_ascii=drawn.random() < 0.5) for row in content]
+    end = drawn.choice(["\n", "\r\n", "\n\n"])
+    return drawn.choice([end.join(lines), "".join(x + end for x in lines), f"[{','.join(lines)}]"])
+
+
+def drawn_columns(drawn, content, comma):
+    """Return a text of CSV or TSV, and whether it is to be read: not if fields that need quotes
+    have none. No file tells that two quotes, such as those around a whole text, are not those of
+    CSV: these are written as they should be."""
+    names = drawn.sample([*content[0]], 3)
+    fields = [["" if row[x] is None else str(row[x]) for x in names] for row in content]
+    flat = [x for row in fields for x in row]
+    is_pair = any(x[:1] == x[-1:] == '"' for x in flat)
+    is_pair |= comma == "," and "".join(flat).count('"') > 1
+    quoting = drawn.choice(["all", "needed"] + ["none"] * (not is_pair))
+    has_break = comma == "\t" and any("\n" in x for x in flat)
+    needs_quotes = any({comma, "\n"} & {*x} or x[:1] == '"' for x in flat)
+    is_read = not has_break and not (needs_quotes and quoting == "none")
+
+    def written(x):
+        needs = quoting == "all" or (quoting == "needed" and {comma, "\n", '"'} & {*x})
+        return '"' + x.replace('"', '""') + '"' if needs else x
+
+    end = drawn.choice(["\n", "\r\n"])
+    text = end.join(comma.join(map(written, row)) for row in [names, *fields])
+    return text + drawn.choice(["", end]), is_read
+
+
+def drawn_file(drawn):
+    """Return the ending of a file, its bytes, its rows, and whether it is to be read."""
+    encoding = drawn.choice(["utf-8", "utf-8-sig", "cp1252"])
+    letters = "ab é,;\t\n\"'#{[\\" + "\u2028" * (encoding != "cp1252")
+    name, value, is_read = drawn.choice(OTHERS)
+    content = []
+    for _ in range(drawn.randint(1, 4)):
+        parts = ["".join(drawn.choices(letters, k=drawn.randint(0, 3))) for _ in range(2)]
+        text = "a".join(parts).strip("\n")  # without quotes these would be blank lines
+        content.append({"x": text, "y": drawn.choice(["0", "1", "b c"]), name: None})
+    content[-1][name] = value
+    expected = [(row["x"], row["y"]) for row in content]
+    kind = drawn.choice(["jsonl", "json", "csv", "csv", "tsv", "parquet"])
+    if kind == "parquet":
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), file)
+        return kind, file.getvalue(), expected, is_read
+    if kind.startswith("json"):
+        text = drawn_json(drawn, content)
+    else:
+        text, fits = drawn_columns(drawn, content, "," if kind == "csv" else "\t")
+        is_read = is_read and fits
+    if encoding == "cp1252" and not text.isascii():
+        is_read = False
+    content = text.encode(encoding)
+    if drawn.random() < 0.2:
+        kind, content = f"{kind}.gz", gzip.compress(content)
+    return drawn.choice([kind, kind.upper()]), content, expected, is_read
+
+
+def test_the_rows_of_a_random_file_are_those_that_were_written_or_it_is_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rows, "exit_with_error", exit_by_exception)
+    drawn, counts = random.Random(SEED), Counter()
+    for number in range(500):
+        kind, content, expected, is_read = drawn_file(drawn)
+        path = tmp_path / f"{number}.{kind}"
+        path.write_bytes(content)
+        try:
+            found = rows_of(path)
+        except Exit as error:
+            found = None
+            assert path.name in str(error) and "\n" not in str(error)
+        assert found == (expected if is_read else None), content
+        counts[is_read] += 1
+    assert min(counts.values()) > 100
+
+
+def test_files_of_other_programs_are_read_as_they_are_meant(tmp_path, capsys):
+    """Endings in upper case, byte order marks, comments, members and folders that programs add."""
+    lines = "\ufeff# id 1\tde", "Rome NNP B-LOC", "# # O", "10\xa0000 CD O", "", "-DOCSTART- -X- O"
+    for ending in ("conll", "TXT", "iob"):
+        path = tmp_path / f"a.{ending}"
+        path.write_bytes("\r\n".join(lines).encode())
+        sentence = ["Rome", "#", "10\xa0000"], ["B-LOC", "O", "O"]
+        assert entities.read_tagged(str(path), None) == [sentence]
+    assert "a.iob: 1 lines are comments, such as '# id 1" in capsys.readouterr().err
+
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + of_coco({"iscrowd": 1}))
+    Image.new("L", (12, 12)).save(tmp_path / "a.png")
+    assert READERS["json"](tmp_path / "a.json")[1]["boxes"].tolist() == [[0, 0, 9, 9]]
+    assert "a.json: 1 of 2 boxes are crowds, or below one pixel: they" in capsys.readouterr().err
+
+    text = ",a,flag,y\n" + "0,1,true,2\n" * 150_000 + "1,0.5,false,2\n"  # with pandas' index
+    for ending, content in {
+        "CSV": text.encode(),
+        "csv.gz": gzip.compress(text.encode()),
+        "TSV": text.replace(",", "\t").encode(),
+    }.items():
+        (tmp_path / f"a.{ending}").write_bytes(content)
+        names, values = READERS["csv"](tmp_path / f"a.{ending}")
+        assert names == ["a", "flag", "y"] and values[-2:].tolist() == [[1, 1, 2], [0.5, 0, 2]]
+
+    (tmp_path / "train").mkdir()
+    names = "./._1.PNG", "./1.PNG", "./._1.cls", "./1.cls", "./1.json", "./README", "./2.png"
+    (tmp_path / "train/0.tar").write_bytes(tar(*names, "./2.cls"))
+    for samples in READERS["tar"](tmp_path / "train/0.tar"):
+        assert [label for _, label in samples] == [1, 1]
+    samples = lib.tar_samples.TarSamples([tmp_path / "test/0.tar"], torch.tensor([[0, 0, 9999]]), 0)
+    with pytest.raises(OSError, match=r"0\.tar is not as indexed: delete the index"):
+        samples[0]
+
+    (tmp_path / "a.jsonl").write_text('{"x": "a", "y": "b", "z": null}\n{"x": "a", "y": "b"}')
+    assert READERS["pairs"](tmp_path / "a.jsonl") == 2 * [("a", "b")]
+
+    samples = numpy.arange(320).reshape(160, 2)
+    write_wav(tmp_path / "a.wav", samples)
+    content = (tmp_path / "a.wav").read_bytes()
+    # WAVE_EXTENSIBLE: format 0xFFFE, 22 bytes more, of which the format 1 begins a GUID.
+    guid = bytes.fromhex("0100000000001000800000aa00389b71")
+    more = struct.pack("<HHI", 22, 16, 3) + guid
+    form = struct.pack("<IH", 40, 0xFFFE) + content[22:36] + more
+    (tmp_path / "b.wav").write_bytes(content[:16] + form + content[36:])
+    (tmp_path / "a.tsv").write_bytes("\ufeffa.wav\ta\u2028b\r\n\r\nb.wav\ta".encode())
+    rows = utterances.read_list(tmp_path / "a.tsv")
+    assert [row[1:] for row in rows] == [("a\u2028b", 160), ("a", 160)]
+    for file, *_ in rows:
+        assert utterances.read_wav(file).tolist() == (samples.mean(1) / 2**15).tolist()

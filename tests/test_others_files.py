@@ -1,0 +1,138 @@
+"""Files that others can hand in, and files of the owner's: SECURITY.md."""
+
+import ast
+import shutil
+
+import pytest
+import torch
+from conftest import Exit, load
+from PIL import Image
+from processes import ROOT, forked, train_forked
+
+from lib import images
+
+FLAGS = ["--max-steps", 2, "--checkpoint-every", 1, "--keep", 1]
+recipe = load("recipes/ddp_cifar.py", exits=True)
+
+
+@pytest.mark.parametrize("name", ["ddp_cifar", "sharded_cifar"])
+def test_files_of_the_owner_stay_as_they_are(name, tmp_path):
+    """Named nearly as those of a run, or links of its names."""
+    flags = [*FLAGS, "--batch-size", 32]
+    (tmp_path / "first").mkdir()
+    (first,) = train_forked(tmp_path / "first", (1, name, flags))
+    output = tmp_path / "0"
+    output.mkdir()
+    suffix = ".pt" if name == "ddp_cifar" else ""
+    newest = first.directory / f"step-00000002{suffix}"
+    for near in ("step-00000002-best", "step-00000001.bak", "step-2", "old-step-00000001"):
+        (shutil.copytree if newest.is_dir() else shutil.copy)(newest, output / f"{near}{suffix}")
+    for folder in ("step-00000001-notes", "notes.tmp", "step-00000001-notes.tmp"):
+        (output / folder).mkdir()
+        (output / folder / "text").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for link in ("link.tmp", "step-00000009.tmp"):
+        (output / link).symlink_to(tmp_path / "folder")
+    (tmp_path / "victim").write_text("mine")
+    for link in (
+        "unfinished.jsonl.tmp",
+        "metrics.jsonl",
+        "summary.json",
+        f"{name}.from-00000000.py",
+    ):
+        (output / link).symlink_to(tmp_path / "victim")
+    before = {x: x.read_bytes() for x in output.rglob("*") if x.is_file() and not x.is_symlink()}
+    (run,) = train_forked(tmp_path, (1, name, flags))
+    assert run.summary["resumed_from"] == 0 and "resuming" not in run.output
+    assert before and all(x.read_bytes() == content for x, content in before.items())
+    assert (tmp_path / "victim").read_text() == "mine" and (output / "link.tmp").is_symlink()
+
+
+def in_itself():
+    found = {}
+    found |= {"a": found, "b": found}
+    return found
+
+
+def shared_levels():
+    found = {"weight": 1}
+    for _ in range(40):
+        found = {"a": found, "b": found}
+    return found
+
+
+HOSTILE = {
+    "a dictionary in itself": (in_itself, "nothing in .* fits this model"),
+    "forty shared levels": (shared_levels, "nothing in .* fits this model"),
+    "a list": (lambda: [1, 2], "cannot load"),
+    "a tensor": (lambda: torch.ones(3), "cannot load"),
+    "a tensor without memory": (lambda: {"weight": torch.ones(2, 3, device="meta")}, "cannot load"),
+    "a sparse tensor": (lambda: {"weight": torch.zeros(2, 3).to_sparse()}, "cannot load"),
+    "a long key": (lambda: {"x" * 10_000: torch.ones(2)}, "nothing in .* it has x{80}$"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_weights_are_one_line(case, tmp_path):
+    make, told = HOSTILE[case]
+    torch.save(make(), tmp_path / "weights.pt")
+    with pytest.raises(Exit, match=f"argument --weights: {told}") as error:
+        recipe.load_weights(torch.nn.Linear(3, 2), str(tmp_path / "weights.pt"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("make", [in_itself, shared_levels])
+def test_a_hostile_checkpoint_is_damaged(make, tmp_path):
+    torch.save({"states": make()}, tmp_path / "step-00000001.pt")
+    with pytest.raises((ValueError, RecursionError)):
+        recipe.read_file(tmp_path / "step-00000001.pt")
+
+
+def test_a_line_does_not_control_the_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))  # the launcher prints it
+    recipe.log_error("a\x1b[2J\x07\r\nb\udcff\u202e")
+    told = capsys.readouterr().err.removesuffix("\n")
+    assert told.isprintable() and "a [2J" in told
+    assert "\\u001b" not in (tmp_path / "error").read_text()
+
+
+@pytest.mark.parametrize("text", [b"a\0b", b"\xff\xfe", b""])
+def test_an_id_that_is_none_is_replaced(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "")
+    monkeypatch.delenv("WANDB_RUN_ID")
+    (tmp_path / "step-00000001.pt").touch()
+    (tmp_path / "run.id").write_bytes(text)
+    recipe.lock_output_directory(tmp_path)
+    assert len(bytes.fromhex((tmp_path / "run.id").read_text())) == 8
+
+
+def test_a_launcher_that_starts_one_process_of_two_is_an_error(tmp_path):
+    """As `accelerate launch --cpu --num_processes 2` does."""
+    env = {"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}
+    one = {"processes": 1, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path}
+    ((codes, output),) = forked([{**one, "flags": ["--data", "synthetic"], "env": env}], tmp_path)
+    assert codes == [2] and "give --cpu to the recipe alone" in output
+
+
+def test_an_eps_file_of_another_name_is_no_image(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.png")
+    with pytest.raises(OSError, match=r"a\.png: cannot identify image file"):
+        images.read_image(tmp_path / "a.png")
+    assert images.is_image("a.JPG") and not images.is_image("a.eps")
+
+
+def test_no_file_is_unpickled_without_its_types():
+    calls = 0
+    for path in (
+        x for name in ("recipes", "examples", "tools") for x in (ROOT / name).rglob("*.py")
+    ):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                said = {ast.unparse(node.func), *map(ast.unparse, node.args[:1])}
+                if "torch.load" in said:
+                    flags = {x.arg: ast.unparse(x.value) for x in node.keywords}
+                    assert flags.get("weights_only") == "True", f"{path}, line {node.lineno}"
+                    calls += 1
+    assert calls > 10
