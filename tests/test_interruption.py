@@ -66,8 +66,7 @@ REPLACED = {
 
 
 def real(command, stdin=None, output=None, session=True, terminal=False):
-    """Start a launcher with interpreters of its own, with which those of `Launched` are compared:
-    one of each kind."""
+    """Start a launcher as `Launched` does, but with interpreters of its own."""
     own = (lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None
     files = {"stdin": stdin, "stdout": output, "stderr": output}
     return subprocess.Popen(command, **files, start_new_session=session, preexec_fn=own)
@@ -123,10 +122,13 @@ def interrupted(case, start, directory):
     return code, saved, last, log.read_text() if log.exists() else ""
 
 
-REAL = [(case, real) for case in ("its terminal is closed", "its launcher is killed")]
+# The forks end as interpreters of their own do, in one case of each launcher.
+BOTH = [("its terminal is closed", Launched), ("its launcher is killed", real)]
+ENDED = [(case, real if case == BOTH[0][0] else Launched) for case in CASES]
+ENDED += [pytest.param(*case, marks=pytest.mark.twin) for case in BOTH]
 
 
-@pytest.mark.parametrize(("case", "start"), [*((case, Launched) for case in CASES), *REAL])
+@pytest.mark.parametrize(("case", "start"), ENDED)
 def test_a_run_saves_and_stops_when(case, start, tmp_path):
     code, saved, last_line, log = interrupted(case, start, tmp_path)
     assert saved and saved[-1] == last_line, log
