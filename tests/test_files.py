@@ -83,7 +83,7 @@ def read_shards(path):
     shutil.copytree(path.parent, path.parent.parent / "test")
     args = {"shards": path.parent.parent, "index": None, "members": ["png", "cls"], "classes": 2}
     here = SimpleNamespace(main_process_first=nullcontext, local_main_process_first=nullcontext)
-    args = SimpleNamespace(**args, seed=0, buffer=9, batch_size=1)
+    args = SimpleNamespace(**args, seed=0, lanes=1, block=9, batch_size=1)
     return [[*loader.dataset] for loader in tar_shards.load_data(args, here)]
 
 
