@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import sys
 from functools import cache, lru_cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -47,7 +48,7 @@ def dataset_of(source):
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # without a network, each rank would print each try
-    if RANK:
+    if RANK or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         if Path(source).is_dir():
