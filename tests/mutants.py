@@ -188,7 +188,7 @@ def examine(clone, key, path, mutated, limit):
 
 
 def run(chosen, found, known, limit):
-    """Examine the chosen mutants that are not known, in a clone, and note the results."""
+    """Examine the chosen mutants in a clone, and note the results."""
     with tempfile.TemporaryDirectory() as temporary, RESULTS.open("a", buffering=1) as file:
         clone = Path(temporary, "clone")
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
@@ -199,8 +199,6 @@ def run(chosen, found, known, limit):
         server = importlib.import_module("conftest").fork_server()
         for key in chosen:
             path, mutated, function = found[key]
-            if (key, function) in known:
-                continue
             began = time.monotonic()
             seen = known[key, function] = examine(clone, key, path, mutated, limit)
             for process in psutil.Process(server.pid).children(recursive=True):
@@ -224,17 +222,19 @@ def main():
     chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
     print(f"{len(chosen)} of {len(found)} mutants", flush=True)
     if args.list:
-        sys.exit("\n".join(chosen))
+        print("\n".join(chosen))
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
     lines = map(json.loads, RESULTS.read_text().splitlines())
     known = {(line["mutant"], line["function"]): line["seen"] for line in lines}
-    run(chosen, found, known, args.limit)
+    if new := [key for key in chosen if (key, found[key][2]) not in known]:
+        run(new, found, known, args.limit)
     reasons = dict(x.split(" | ") for x in ACCEPTED.read_text().splitlines())
     survivors = [key for key in chosen if known[key, found[key][2]] is None]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} are seen")
     print(dict(Counter(reasons.get(key, "not listed") for key in survivors)))
-    sys.exit("\n".join(key for key in survivors if key not in reasons))
+    sys.exit("\n".join(key for key in survivors if key not in reasons) or 0)
 
 
 if __name__ == "__main__":
