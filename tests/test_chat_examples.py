@@ -169,6 +169,7 @@ def test_a_key_of_a_row_is_used_or_harmless(key):
 
 
 def test_notes_are_said_once(tokenizer, capsys):
+    lib.chat.note.cache_clear()
     beside = {**calling({}), "content": "I look."}
     tokenizer.chat_template = writing("{{ x.content if not x.tool_calls }}{{ x.tool_calls }}")
     for _ in range(2):
