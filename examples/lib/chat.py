@@ -235,8 +235,8 @@ class Chat:
             begin = max(turn, len(OPENED.sub("", prompt[:begin])))
         spans = [(begin, len(text))]
         if self.marks:
-            earlier, marked = (self.marked_spans(self.messages[:x]) for x in (index, index + 1))
-            spans = [(max(begin, x), end) for x, end in marked[len(earlier) :] if end > begin]
+            marked = self.marked_spans(self.messages[: index + 1])
+            spans = [(max(begin, first), end) for first, end in marked if end > begin]
         return index, text, turn, spans
 
     def marked_spans(self, messages):
