@@ -30,7 +30,7 @@ TASKS = [name for name, text in TEXTS.items() if new.TRAIN in text]
 # What each task is composed with, where the recipe can have it.
 ADDED = {
     "photos": ["ema", "best_weights", "auroc", "validation", "activation_checkpointing"],
-    "language_model": ["second_optimizer", "ema"],
+    "language_model": ["second_optimizer", "ema", "background_saves"],
     "fine_tune": ["lora"],
     "embeddings": ["lora"],
     "sft": ["lora"],
