@@ -169,7 +169,7 @@ def test_a_key_of_a_row_is_used_or_harmless(key):
 
 
 def test_notes_are_said_once(tokenizer, capsys):
-    lib.chat.note.cache_clear()
+    lib.chat.say.cache_clear()
     beside = {**calling({}), "content": "I look."}
     tokenizer.chat_template = writing("{{ x.content if not x.tool_calls }}{{ x.tool_calls }}")
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(case, base, tmp_path, m
     (args.base / "generation_config.json").write_text(json.dumps(config))
     lines = []
     monkeypatch.setattr("lib.chat.log_line", lines.append)
-    lib.chat.note.cache_clear()
+    lib.chat.say.cache_clear()
     lib.chat.chat_tokenizer(args, SimpleNamespace(is_main_process=True))
     saved = json.loads((args.output_dir / "generation_config.json").read_text())
     assert (saved["eos_token_id"], saved["temperature"]) == (expected, 0.5)
