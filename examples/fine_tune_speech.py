@@ -15,9 +15,10 @@ train.tsv and test.tsv:
         --base openai/whisper-small --language english --lr 1e-5
 
 The toy models have random weights: --lr is higher for them. Wav files have 16 bits and 16 kHz. A
-line of a list has the path of a file, relative to the list's folder, a tab, and the text. The
-tokenizer of --base needs the characters of all texts: many have capitals alone. Every token counts
-once. too_short is the share of tokens whose utterance is too short for CTC: they teach nothing. The
+line of a list has the path of a file, relative to the list's folder, a tab, and the text. --train
+and --test can be datasets, also of FLAC or MP3 at any rate, which torchcodec decodes. The tokenizer
+of --base needs the characters of all texts: many have capitals alone. Every token counts once.
+too_short is the share of tokens whose utterance is too short for CTC: they teach nothing. The
 convolutions of wav2vec2 are not trained.
 
 test_wer and test_cer are the shares of wrong words and characters of the whole test set, by greedy
@@ -48,8 +49,10 @@ def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
     add("--base", required=True, help="a directory, or a model's name on the Hub")
-    add("--train", default="train.tsv", help="list: path, tab, text in each line (train.tsv)")
-    add("--test", default="test.tsv", help="a list for evaluation (test.tsv)")
+    add("--train", default="train.tsv", help="lines of path, tab, text, or a dataset (train.tsv)")
+    add("--test", default="test.tsv", help="a list or dataset for evaluation (test.tsv)")
+    add("--audio", default="audio", help="the column of sounds in a dataset (audio)")
+    add("--text", default="text", help="the column of texts in a dataset (text)")
     add("--language", help="of the texts, such as english: for a Whisper of many languages")
     parser.set_defaults(lr=1e-4, batch_size=8, epochs=3, clip_norm=1.0)
 
@@ -69,7 +72,8 @@ def load_data(args, accelerator):
     auto, config = model_config(args)
     processor = processor_of(args.base, args.language)
     save_beside_weights(accelerator, args, auto, config, processor, **task_of(args.language))
-    train_set, test_set = (Transcribed(x, processor, config) for x in (args.train, args.test))
+    sources, names = (args.train, args.test), (args.audio, args.text)
+    train_set, test_set = (Transcribed(x, processor, config, names) for x in sources)
     options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": test_set.collate}
     train_set = Ordered(train_set, args.seed, by_length, train_set.lengths, args.global_batch_size)
     return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)

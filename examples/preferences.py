@@ -37,6 +37,7 @@ from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samp
 from lib.order import Ordered, by_length
 from lib.pairs import Pairs, Reference, conversation, log_probabilities
 from lib.rows import read_lines
+from lib.turns import check_keys
 from sft import build_model, make_optimizer
 
 
@@ -56,6 +57,7 @@ def load_data(args, accelerator):
     tokenizer = chat_tokenizer(args, accelerator)
 
     def samples(row):
+        check_keys(row, (args.prompt, args.chosen, args.rejected, "tools", "messages"))
         answers = row[args.chosen], row[args.rejected]
         both = [conversation(row.get(args.prompt) or [], answer) for answer in answers]
         same = [x == y for x, y in zip(*both, strict=False)]

@@ -16,7 +16,8 @@ have "tools". --test names other rows; without it the last tenth is the test set
 of similar lengths, and every token of an answer counts once. Chats are cut at --length tokens. If
 the template marks answers, by {% generation %}, these are trained. If it writes the last answer
 otherwise than earlier ones, such as with its reasoning, each answer is a sample of its own, with
-the turns before it.
+the turns before it. It is an error if the tokens that count, decoded, are not the answer, whole,
+and what ends it. A key of a message, or of a row, that nothing reads is one, too.
 
 For a pretrained model --lr 1e-5, the default, is usual; with lora set --lr 2e-4. A run also saves
 the tokenizer, config.json and generation_config.json, so that
@@ -36,11 +37,12 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of, token_losses
+from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
 from lib.fine_tuning import make_optimizer
 from lib.order import Ordered, by_length
 from lib.rows import read_lines
-from lib.token_losses import with_token_losses
+from lib.token_losses import token_losses, with_token_losses
+from lib.turns import check_keys
 
 
 def add_flags(parser):
@@ -56,6 +58,7 @@ def load_data(args, accelerator):
     tokenizer = chat_tokenizer(args, accelerator)
 
     def samples(row):
+        check_keys(row, ("messages", "tools"))
         return samples_of(tokenizer, row["messages"], args, row.get("tools"))
 
     form = '{"messages": [{"role": ..., "content": ...}, ...]}'

@@ -8,8 +8,9 @@
         --layers 2 --width 128
 
 Wav files have 16 bits and 16 kHz; the toy ones have a tone for each letter. A line of a list has
-the path of a file, relative to the list's folder, a tab, and the text. An utterance has the same
-loss in any batch. Those that are too short for their text have none; they are counted at the start.
+the path of a file, relative to the list's folder, a tab, and the text. --train and --test can be
+datasets, also of FLAC or MP3 at any rate, which torchcodec decodes. An utterance has the same loss
+in any batch. Those that are too short for their text have none; they are counted at the start.
 test_wer and test_cer are the shares of wrong words and characters of the whole test set, by greedy
 decoding. On GPUs, the gradient of torch's CTC is not deterministic: a resumed run differs by
 rounding. `python mine.py --transcribe a.wav`, with the flags of a run that has ended, prints the
@@ -45,8 +46,10 @@ from lib.utterances import (
 def add_flags(parser):
     """Add the example's flags, which a resumed run must repeat."""
     add = parser.add_argument
-    add("--train", default="train.tsv", help="list: path, tab, text in each line (train.tsv)")
-    add("--test", default="test.tsv", help="a list for evaluation (test.tsv)")
+    add("--train", default="train.tsv", help="lines of path, tab, text, or a dataset (train.tsv)")
+    add("--test", default="test.tsv", help="a list or dataset for evaluation (test.tsv)")
+    add("--audio", default="audio", help="the column of sounds in a dataset (audio)")
+    add("--text", default="text", help="the column of texts in a dataset (text)")
     add("--characters", default=" 'abcdefghijklmnopqrstuvwxyz", help="default: a-z, space and '")
     add("--transcribe", metavar="PATH", help="print a wav file's text by the trained weights, exit")
     add("--width", type=int, default=256, help="of the model (256)")
@@ -59,7 +62,8 @@ def load_data(args, accelerator):
     if args.transcribe:
         print(transcribe(args))
         sys.exit()
-    train_set, test_set = (Utterances(x, args.characters) for x in (args.train, args.test))
+    sources, names = (args.train, args.test), (args.audio, args.text)
+    train_set, test_set = (Utterances(x, args.characters, names) for x in sources)
     train_set = Ordered(train_set, args.seed, by_length, train_set.lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "num_workers": 2, "collate_fn": pad_utterances}
     return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)

@@ -634,7 +634,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure db56a8681d8b: identical in all recipes, edit only above it
+# ================= shared infrastructure 78ef9894a0e9: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1472,7 +1472,6 @@ def log_line(message):
     with suppress(OSError):  # Ctrl-C also ends a `tee` that reads it
         start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress bar
         sys.stderr.write(f"{start}{line}\n")  # one call, unlike `print`
-        sys.stderr.flush()
     return line
 
 

@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import make_results
-import nccl
 import pytest
 from conftest import NARROW, copy, load
 from processes import ROOT, Launched, forked, launch, wait_until
@@ -289,47 +288,3 @@ def test_the_table_of_other_scripts_is_that_of_their_results():
     others = load("benchmarks/others.py")
     content = json.loads((make_results.RESULTS / "others.json").read_text())
     assert (make_results.RESULTS / "others.md").read_text() == others.table(content)
-
-
-# Of a case: what its trainings end with, the step that it resumed from, a number that differs from
-# the other case's and by how much, and the reason why it fails.
-DONE, KILLED = ([0, 0], "", False), ([1, 1], "", False)
-STOPPED = [143, 143], "ddp_cifar: stopped after step 10, which is saved", False
-HUNG = [1, -9], "error: no step for 20 s because of rank 1 on HOST", True
-NCCL = {
-    "ddp-2": ([DONE], 0, "loss", 1e-12, ""),
-    "sharded-2": ([DONE], 0, "loss", 1e-9, "loss "),
-    "pipeline-2": ([DONE], 0, "grad_norm", 1e-7, ""),
-    "replicas-4": ([([0, 0, 0, 1], "OSError: no", False)], 0, "", 0, "exit codes [0, 0, 0, 1]: "),
-    "1f1b-4": ([DONE], 8, "", 0, "it resumed from step 8"),
-    "bf16-2": ([DONE], 0, "accuracy", 0.5, ""),
-    "killed": ([KILLED, DONE], 8, "loss", 1e-15, "loss "),
-    "killed again": ([KILLED, DONE], 0, "", 0, "it resumed from step 0"),
-    "killed in vain": ([DONE], 0, "", 0, "after SIGKILL: "),
-    "killed and late": ([([1, -9], "", True)], 0, "", 0, "ranks are left 60 s after SIGKILL: "),
-    "terminated": ([STOPPED, DONE], 10, "", 0, ""),
-    "terminated at once": ([KILLED], 0, "", 0, "after SIGTERM: "),
-    "stopped": ([HUNG, DONE], 8, "", 0, ""),
-}
-
-
-@pytest.mark.parametrize("case", NCCL)
-def test_why_a_case_of_nccl_py_fails(case, tmp_path, monkeypatch):
-    answers, resumed, metric, difference, reason = NCCL[case]
-    case = nccl.Case(case.split()[0], SimpleNamespace(cpu=1, recipes=tmp_path, output_dir=tmp_path))
-    answers = iter(answers)
-
-    def train(number):
-        case.output.mkdir(exist_ok=True)
-        (case.output / "summary.json").write_text(json.dumps({"resumed_from": resumed}))
-        return next(answers)
-
-    case.train = train
-    theirs = {(1, "train", name): 0.5 for name in ("loss", "grad_norm", "accuracy")}
-    ours = {key: x * (1 + difference * (key[2] == metric)) for key, x in theirs.items()}
-    monkeypatch.setattr(nccl, "values_of", lambda path: ours)
-    case.examine({case.against: theirs})
-    assert case.result["reason"].startswith(reason) and bool(case.result["reason"]) == bool(reason)
-    assert next(answers, None) is None and case.output.exists() == bool(reason)
-    case.examine({})
-    assert case.result["reason"] == f"{case.against} failed"

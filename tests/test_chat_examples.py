@@ -17,35 +17,10 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 
 SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-# MARK and UNTIL: by the marks there transformers finds the tokens of answers.
-TEMPLATES = {
-    "one form for all roles": "{% for x in messages %}<|{{ x.role }}|>\n"
-    "{% if x.role == 'assistant' %}MARK{{ x.content }}<|end|>\nUNTIL"
-    "{% else %}{{ x.content }}<|end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-    "no header of answers": "<s>{% for x in messages %}{% if x.role == 'assistant' %}"
-    "MARK {{ x.content }}<|end|>UNTIL{% else %}[INST] {{ x.content }}[/INST]{% endif %}"
-    "{% endfor %}",
-    "stripped texts, a date": "<s><|system|>{{ strftime_now('%d %b %Y') }}\n\n<|end|>"
-    """{{ strftime_now( "%Y-%m-%d") }}"""
-    "{% for x in messages %}<|{{ x.role }}|>\n\n{% if x.role == 'assistant' %}"
-    "MARK{{ x.content | trim }}<|end|>UNTIL{% else %}{{ x.content | trim }}<|end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n\n{% endif %}",
-    "a prompt opens a thought": "{% for x in messages %}<|{{ x.role }}|>"
-    "{% if x.role == 'assistant' %}MARK{{ x.content }}<|end|>UNTIL"
-    "{% else %}{{ x.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
-}
-PLAIN = TEMPLATES["one form for all roles"].replace("MARK", "").replace("UNTIL", "")
-# In these the last answer is written otherwise than earlier ones.
-LAST_TURNS = {
-    "reasoning in the last turn alone": TEMPLATES["one form for all roles"].replace(
-        "MARK", "MARK{{ 'I think. ' if loop.last }}"
-    ),
-    "an end of the whole": TEMPLATES["one form for all roles"].replace(
-        "UNTIL", "{{ '<s>' if loop.last }}UNTIL"
-    ),
-}
+PLAIN = (
+    "{% for x in messages %}<|{{ x.role }}|>\n{{ x.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 # As if the question were another one when an answer follows.
 FORGETS = PLAIN.replace("<|{{", "{{ 'Ask. ' if loop.last }}<|{{")
 CHATS = [
@@ -93,39 +68,6 @@ def tokenized(tokenizer, messages, args, first=0):
     return sample
 
 
-def marked(template, before="{% generation %}", after="{% endgeneration %}"):
-    for form, date in (("'%d %b %Y'", "26 Jul 2024"), (' "%Y-%m-%d"', "2024-07-26")):
-        template = template.replace(f"strftime_now({form})", f"'{date}'")
-    return template.replace("MARK", before).replace("UNTIL", after)
-
-
-def by_marks(tokenizer, template, messages):
-    """The tokens of a conversation and, of each answer, those that transformers finds by marks."""
-    tokenizer.chat_template = marked(template)
-    options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    found = tokenizer.apply_chat_template(messages, **options)
-    tokens, mask = found["input_ids"], found["assistant_masks"]
-    begins = [i for i, own in enumerate(mask) if own and not (i and mask[i - 1])]
-    return tokens, mask, begins
-
-
-@pytest.mark.parametrize("template", LAST_TURNS)
-def test_where_the_last_turn_is_another_each_answer_is_a_sample(template, tokenizer):
-    """As the model is used: transformers marks the answers of the conversation up to each. Also
-    where the template marks them."""
-    for messages in CHATS:
-        expected = []
-        for end in range(2, len(messages) + 1, 2):
-            tokens, _, begins = by_marks(tokenizer, LAST_TURNS[template], messages[:end])
-            expected.append((tokens[:-1], [-100] * (begins[-1] - 1) + tokens[begins[-1] :]))
-        for marks in ({}, {"before": "", "after": ""}):
-            tokenizer.chat_template = marked(LAST_TURNS[template], **marks)
-            samples = lib.chat.samples_of(tokenizer, messages, ARGS)
-            assert [tuple(x.T.tolist()) for x in samples] == expected
-            (last,) = lib.chat.samples_of(tokenizer, messages, ARGS, first=len(messages) - 1)
-            assert tuple(last.T.tolist()) == expected[-1]
-
-
 def writing(content, prompt=""):
     """A template that writes a content in this way, and begins an answer by a prompt."""
     template = "{% for x in messages %}<|{{ x.role }}|>" + content + "<|end|>{% endfor %}"
@@ -145,7 +87,7 @@ def calling(arguments):
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-THOUGHT, INNER = {"content": "No.", "reasoning": "It is late."}, "<think>\nIt is late.</think>\nNo."
+INNER = "<think>\nIt is late.</think>\nNo."
 ODD = """ "Ä" \t\\nabla\n\n{'a': [1]} </b> & \\\\ \U0001f642\n"""
 
 
@@ -153,16 +95,9 @@ ODD = """ "Ä" \t\\nabla\n\n{'a': [1]} </b> & \\\\ \U0001f642\n"""
     ("content", "messages", "left_out"),
     [
         ("{{ tools if loop.first }}{{ x.content }}", chat("a", calling({})), "tool calls of mes"),
-        ("{{ x.content }}", chat("a", THOUGHT), "reasoning of message 2, of the assistant"),
         ("{{ x.content.split('</think>')[-1] }}", chat("a", INNER), "reasoning of message 2"),
         ("{{ x.content[:3] }}", chat("a", "of four"), "content of message 2, of the assistant"),
-        (
-            "{{ x.content if x.role != 'developer' }}",
-            [{"role": "developer", "content": "Be brief."}, *CHATS[0]],
-            "content of message 1, of the developer",
-        ),
         ("{{ x.content | trim | tojson }}", chat(ODD, ODD, ODD, ODD), None),
-        ("{{ x.reasoning_content if loop.last }}{{ x.content }}", chat("a", THOUGHT) * 2, None),
         ("{{ x.content if loop.last else x.content.split('>')[-1] }}", chat("a", INNER) * 2, None),
         ("{{ x.content.replace('think>', 'thought>') }}", chat("a", INNER), None),
     ],
@@ -184,7 +119,7 @@ TEXT = '{"city":"Köln","days":[3]}'
     ("arguments", "of_object", "of_text"),
     [
         ("{{ y.arguments | tojson }}", '{"city": "Köln", "days": [3]}', None),
-        ("{{ y.arguments.city }}", "Köln", None),
+        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", None),
         ("{{ '' + y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
         ("{{ y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
     ],
@@ -202,18 +137,56 @@ def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, o
             assert tokenizer.decode(targets[targets != -100]) == f"weather {expected}<|end|>"
 
 
-def test_answers_with_weight_0_are_no_targets(tokenizer):
-    """Also those that a template marks."""
-    whole = tokenized(tokenizer, CHATS[1], ARGS)
-    last = tokenized(tokenizer, CHATS[1], ARGS, first=3)
-    for template in (PLAIN, marked(TEMPLATES["one form for all roles"])):
-        tokenizer.chat_template = template
-        for weights, expected in (((1, 1), whole), ((0, None), last), ((0, 0), None)):
-            messages = [{**x, "weight": weights[i // 2]} for i, x in enumerate(CHATS[1])]
-            samples = lib.chat.samples_of(tokenizer, messages, ARGS)
-            assert samples == [] if expected is None else torch.equal(samples[0], expected)
-    with pytest.raises(ValueError, match="the weight of a message is 0"):
-        lib.chat.samples_of(tokenizer, chat("a", {"content": "b", "weight": 0.5}), ARGS)
+@pytest.mark.parametrize(
+    ("content", "answer", "error"),
+    [
+        ("{{ x.content }}", {"weight": 0.5}, "the weight of a message is 0.5"),
+        ("{{ x.content }}", {"refusal": "No."}, "'refusal' would be ignored: remove it"),
+        ("{{ x.content }}", {"function_call": {"name": "f"}}, "'function_call' would be ignored"),
+        ("{{ x.get('refusal', '') }}{{ x.content }}", {"refusal": "No."}, None),
+        ("{{ x.content }}", {"function_call": None, "id": 3, "model_name": "m"}, None),
+        ("{% for y in tools %}{{ y }}{% endfor %}{{ x.content }}", {}, 'needs "tools" in each row'),
+        ("<|{{ x.content }}", {"tool_calls": []}, None),
+    ],
+)
+def test_a_key_of_a_message_is_used_or_refused(content, answer, error, tokenizer):
+    tokenizer.chat_template = writing(content)
+    messages = chat("a", {"content": "b", **answer})
+    if not error:
+        assert lib.chat.samples_of(tokenizer, messages, ARGS)
+        return
+    with pytest.raises(ValueError, match=error):
+        lib.chat.samples_of(tokenizer, messages, ARGS)
+
+
+@pytest.mark.parametrize("key", ["system", "functions", "answer", "image"])
+def test_a_key_of_a_row_is_used_or_harmless(key):
+    lib.turns.check_keys(
+        {key: None, "prompt_id": 3, "score-chosen": 1, "messages": []}, ["messages"]
+    )
+    with pytest.raises(ValueError, match=f"'{key}' would be ignored"):
+        lib.turns.check_keys({key: "a", "messages": []}, ["messages"])
+
+
+def test_notes_are_said_once(tokenizer, capsys):
+    lib.chat.note.cache_clear()
+    beside = {**calling({}), "content": "I look."}
+    tokenizer.chat_template = writing("{{ x.content if not x.tool_calls }}{{ x.tool_calls }}")
+    for _ in range(2):
+        assert not lib.chat.samples_of(tokenizer, chat("a", beside, "b", "c"), ARGS)
+        assert lib.chat.samples_of(tokenizer, chat("a <|end|>", "c"), ARGS)
+    lines = capsys.readouterr().err.splitlines()
+    assert ["leaves out texts beside tool calls" in x for x in lines] == [True, False]
+    assert "'<|end|>' in the text of a message becomes a token" in lines[1]
+
+
+def test_texts_of_others_take_linear_time(tokenizer):
+    """They took minutes."""
+    assert lib.turns.squeezed("\\" * 10**6 + "a") == "a"
+    date = """{{ strftime_now('%d %b %Y') }}{{ strftime_now( "%Y-%m-%d") }}{#"""
+    tokenizer.chat_template = date + "strftime_now('" * 10**5 + "#}" + PLAIN
+    text = tokenizer.decode(tokenized(tokenizer, CHATS[0], ARGS)[:, 0])
+    assert text.startswith("26 Jul 20242024-07-26<|user|>")
 
 
 def test_an_answer_that_does_not_follow_its_prompt_is_said_once(tokenizer, capsys):
@@ -227,6 +200,22 @@ def test_an_answer_that_does_not_follow_its_prompt_is_said_once(tokenizer, capsy
     assert "are generated behind '<|assistant|><think>', but some are trained without it" in line
     tokenized(tokenizer, chat("a", "<think>b"), ARGS)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ["<answer>4</answer>", "</think>4"])
+def test_an_answer_that_begins_like_its_prompt_loses_nothing(answer, tokenizer):
+    """Whether the message or the template writes what is alike."""
+    for content, given in (("{{ x.content }}", answer), (f"{answer[:-1]}{{{{ x.content }}}}", "4")):
+        tokenizer.chat_template = writing(content, prompt="<think>\n")
+        targets = tokenized(tokenizer, chat("a", given), ARGS)[:, 1]
+        trained = tokenizer.decode(targets[targets != -100])
+        assert trained in (f"{answer}<|end|>", f"{answer[:-1]}4<|end|>")
+
+
+def test_a_token_of_two_messages_is_an_error(tokenizer):
+    tokenizer.chat_template = "{% for x in messages %}{{ x.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 2 shares a token with another one"):
+        lib.chat.samples_of(tokenizer, chat("us", "er"), ARGS)
 
 
 ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
@@ -272,30 +261,6 @@ def test_contents_are_texts_or_an_error():
             lib.chat.with_text({"role": "user", "content": content})
     with pytest.raises(KeyError):
         lib.chat.with_text({"role": "user", "content": [{"type": "image", "url": "a.png"}]})
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_the_targets_are_the_tokens_that_the_template_marks(template, tokenizer):
-    """transformers finds them by marks in the template, the example also without."""
-    plain = TEMPLATES[template].replace("MARK", "").replace("UNTIL", "")
-    for messages in CHATS:
-        expected, mask, begins = by_marks(tokenizer, TEMPLATES[template], messages)
-        same = tokenized(tokenizer, messages, ARGS)
-        last = tokenized(tokenizer, messages, ARGS, first=len(messages) - 1)
-        tokenizer.chat_template = plain
-        sample = tokenized(tokenizer, messages, ARGS)
-        assert torch.equal(same, sample)
-        tokens, targets = sample.T.tolist()
-        assert tokens == expected[:-1]
-        assert targets == [x if own else -100 for x, own in zip(expected, mask, strict=True)][1:]
-        assert last[:, 1].tolist() == [-100] * (begins[-1] - 1) + targets[begins[-1] - 1 :]
-        answers = [x["content"] for x in messages if x["role"] == "assistant"]
-        trained = tokenizer.decode([x for x in targets if x != -100])
-        assert trained.count("<|end|>") == len(answers), "it learns where to end"
-        assert all(answer.strip() in trained for answer in answers)
-        assert "26 Jul 2024" in tokenizer.decode(tokens) or "date" not in template
-        shorter = SimpleNamespace(length=len(tokens) - 1)
-        assert tokenized(tokenizer, messages, shorter)[:, 0].tolist() == tokens[:-1]
 
 
 def by_hand(model, sample):
@@ -517,6 +482,7 @@ def test_chats_of_similar_lengths_make_a_global_batch(base, tmp_path):
     lines = [{"messages": [question, answer]} for answer in answers]
     toy.write_json_lines(tmp_path / "chats.jsonl", lines)
     args = SimpleNamespace(base=base, chat_template=None, length=1000, output_dir=tmp_path, seed=0)
+    args.test = None
     args.chats, args.batch_size, args.global_batch_size = tmp_path / "chats.jsonl", 3, 12
     train, _ = sft.load_data(args, SimpleNamespace(is_main_process=False))
     lengths = [len(x) for x in train.dataset]

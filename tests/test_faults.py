@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections import Counter
 
 import pytest
 from conftest import LITTLE, SMALL, copy
@@ -57,15 +56,3 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
     assert [row["kind"] in kinds for row in rows[:faults]] == [True] * faults
     found = [row["error"] for row in rows if row["error"]]
     assert len(found) == bool(error) and all(x.startswith(error) for x in found), found
-
-
-def test_the_page_has_the_numbers_of_the_results():
-    lines = (ROOT / "benchmarks/results/faults.jsonl").read_text().splitlines()
-    results = [json.loads(line) for line in lines]
-    rows = [row for result in results for row in result["faults"]]
-    page = (ROOT / "benchmarks/README.md").read_text()
-    assert f"\n{len(rows)} random faults in " in page
-    assert not any(row["error"] for row in rows)
-    for kind, number in Counter(row["kind"] for row in rows).items():
-        assert f"\n| {kind} | {number} |\n" in page
-    assert all(f"On {result['hardware']};" in " ".join(page.split()) for result in results)

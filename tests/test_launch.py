@@ -192,15 +192,6 @@ def test_an_amd_gpu_under_a_build_for_cuda_is_an_error(start, monkeypatch):
         start(device_count=0, is_available=False)
 
 
-LAUNCHER = """#!/usr/bin/env bash
-caught() { sed -n "s/SigCgt:[[:space:]]*//p" /proc/$PPID/status; }
-until (( 0x$(caught) >> 9 & 1 )); do sleep 0.1; done  # it catches SIGUSR1
-[ "$1" = unwarned ] || kill -USR1 $PPID
-sleep 1
-exit "$2"
-"""
-
-
 def on_node(directory, accelerate, *arguments, **environment):
     """Run what submit_job.sh runs on each node, with another program in the place of accelerate."""
     (directory / "accelerate").write_text(accelerate)
@@ -226,14 +217,6 @@ def test_a_slurm_job_has_a_process_per_gpu_and_of_each_node_as_many_cores(tmp_pa
     said = run(["bash", ROOT / "clusters/submit_job.sh"], **job).stdout
     assert "--num_machines 3 --num_processes 12 --main_process_ip 10.0.0.1" in said
     assert "--ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 " in said
-
-
-def test_a_slurm_job_is_requeued_only_if_it_was_stopped(tmp_path):
-    """submit_job.sh goes back into the queue on 138: not where the training was complete before it
-    could stop."""
-    cases = {("unwarned", 0): 0, ("unwarned", 2): 2, ("warned", 0): 0, ("warned", 1): 138}
-    for case, expected in cases.items():
-        assert on_node(tmp_path, LAUNCHER, *case).returncode == expected, case
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,6 @@ NEW = "\n\ndef add_flags("  # where an owner's own definitions are
         ("new", ["photo"], "ddp", None, "there is no example photo"),
         ("new", [TASK, "table"], "ddp", None, "photos and table both have add_flags"),
         ("new", ["gan"], "pipeline", None, "gan is for ddp"),
-        ("add", ["best_weights", "best_weights"], "ddp", None, "best_weights.diff does not fit"),
         ("add", ["ema"], "ddp", EDITED, "ema.diff does not fit main"),
         ("add", ["ema"], "ddp", ("\n\ndef add_", "\n\nRANK = 1\n\n\ndef add_"), "RANK (line "),
         ("add", ["ema"], "ddp", ("# =====", "# -----"), "has no shared block"),
@@ -151,15 +150,12 @@ NEW = "\n\ndef add_flags("  # where an owner's own definitions are
         ("add", ["lora"], "ddp", ('= ["torch', '= [  # ours\n#     "torch'), "script: peft>=0.21"),
         # An example replaces these.
         ("add", [TASK], "ddp", ("\n\ndef build_", "\n\n# Ours:\ndef build_"), "build_model of the"),
-        ("add", [TASK], "ddp", (NEW, f"\n\ndef build_model(x):\n    pass\n{NEW}"), "build_model"),
         ("add", ["gan"], "ddp", ("logits = model(images)", "logits = model(2)"), "compute_loss"),
         # These have the names of what an example brings.
         ("add", ["ema"], "ddp", (NEW, f"\n\nclass Average:\n    pass\n{NEW}"), "Average"),
         ("add", ["ema"], "ddp", (NEW, f"\n\nif RANK:\n    add_ema_flags = 0\n{NEW}"), "add_ema_f"),
         ("add", ["lora"], "ddp", (ACCELERATE, "from ours import load_file\n"), "load_file"),
-        ("add", [TASK], "ddp", (ACCELERATE, "from us import photo_folders\n"), "photo_folders"),
         # A hunk has these lines.
-        ("add", ["second_optimizer"], "ddp", ("run.total_steps)\n", "9)\n"), "optimizer.diff does"),
         ("add", ["distillation"], "ddp", ('collate_fn": tuple}', 'collate_fn": list}'), "on.diff"),
     ],
 )

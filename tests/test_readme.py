@@ -288,18 +288,6 @@ def test_the_accuracies_on_the_front_page_are_of_runs_with_these_minutes():
     assert found == (f"{100 * small['test_accuracy']:.1f}", f"{small['seconds'] / 60:.0f}")
 
 
-def test_the_table_of_how_often_to_save_follows_from_the_formula():
-    for model, size, save, *shown in rows(FAILURES, "| parameters | checkpoint"):
-        billions, speed = map(int, re.findall(r"\d+", model))
-        assert (size, save) == (f"{12 * billions} GB", f"{12 * billions // speed} s")
-        every, lost = [], []
-        for days in (1, 7):
-            between = (2 * 12 * billions / speed * days * 86400) ** 0.5
-            every.append(f"{between / 60:.0f}")
-            lost.append(f"{between / days / 86400:.1%}")
-        assert shown == [every[0], lost[0], every[1], lost[1]]
-
-
 def test_the_oldest_versions_are_tested():
     listed = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
     bounds = re.findall(r'"(torch\w*|accelerate) >= (.*)"', listed.partition("]")[0])

@@ -9,17 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import toy
 from conftest import Exit, exit_by_exception
-from lazy import datasets, huggingface_hub
+from lazy import datasets, huggingface_hub, lib
 from PIL import Image
+from scipy.io import wavfile
 from torch.utils.data import Subset
 from torchvision.transforms.v2.functional import to_image
 
 import ddp_cifar
-from lib import pretrained, rows
+from lib import rows
 from lib.images import read_image
 
 NAMES = ["O", "B-LOC"]
@@ -118,14 +120,14 @@ def test_a_model_card_names_data_of_the_hub_the_command_and_all_flags(tmp_path, 
     monkeypatch.setattr("sys.argv", ["mine.py", "--lr", "1e-3"])
     args = argparse.Namespace(output_dir=str(tmp_path), base="a/bert", lr=1e-3, weights=None)
     args.train, args.test, args.prompt = "b/texts@main:config:train[:9]", "test.jsonl", "c/d:train"
-    pretrained.save_card(args)
+    lib.pretrained.save_card(args)
     card = huggingface_hub.ModelCard.load(tmp_path / "README.md")
     expected = {"base_model": "a/bert", "datasets": ["b/texts"], "library_name": "transformers"}
     assert card.data.to_dict() == expected
     assert "`python mine.py --lr 1e-3`" in card.text and "--weights" not in card.text
     assert "\n--lr 0.001\n--train b/texts@main:config:train[:9]\n" in card.text
     (tmp_path / "README.md").write_text("mine")
-    pretrained.save_card(args)
+    lib.pretrained.save_card(args)
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -154,12 +156,19 @@ def row(task, i):
         "fine_tune": {"text": line},
         "masked_lm": {"text": line},
         "speech": {"audio": f"{i}.wav", "text": "ab" * (1 + i % 2)},
+        "fine_tune_speech": {"audio": f"{i}.wav", "text": "ab" * (1 + i % 2)},
     }.get(task, {**photo, "label": "ab"[i // 12]})
 
 
-BASES = {"seq2seq": "t5", "vision_chat": "qwen", "clip": "clip", "text_to_image": "none"}
+BASES = {
+    "seq2seq": "t5",
+    "vision_chat": "qwen",
+    "clip": "clip",
+    "text_to_image": "none",
+    "fine_tune_speech": "wav2vec2",
+}
 BASES |= dict.fromkeys(["sft", "preferences", "grpo", "fine_tune"], "llama")
-BASES |= dict.fromkeys(["photos", "balanced", "vit"])
+BASES |= dict.fromkeys(["photos", "balanced", "vit", "speech"])
 FLAGS = {"sft": "--chats --test", "vision_chat": "--chats", "preferences": "--pairs --test"}
 FLAGS |= {"embeddings": "--pairs", "grpo": "--prompts", "clip": "--captions"}
 FLAGS |= {"text_to_image": "--images", "fine_tune": "--text"}
@@ -168,12 +177,13 @@ SMALL = {"vit": "--size 16 --patch 8 --width 64", "photos": "--size 8", "balance
 SMALL |= {"fine_tune": "--length 9", "masked_lm": "--length 9"}
 TASKS = "text_classification token_classification seq2seq reranker embeddings sft preferences grpo"
 TASKS = f"{TASKS} vision_chat clip text_to_image fine_tune masked_lm photos balanced vit"
+TASKS += " speech fine_tune_speech"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     path = tmp_path_factory.mktemp("bases")
-    for kind in (toy.bert, toy.llama, toy.t5, toy.clip, toy.qwen):
+    for kind in (toy.bert, toy.llama, toy.t5, toy.clip, toy.qwen, toy.wav2vec2):
         kind(path)
     return path
 
@@ -192,7 +202,14 @@ def write_sources(task):
     named = Path("rows.jsonl").read_text().replace('"image"', '"file_name"')
     Path("metadata.jsonl").write_text(named)
     Path("text.txt").write_text("".join(f"{x['text']}\n" for x in rows if "text" in x))
+    if "audio" in rows[0]:
+        for i, x in enumerate(rows):
+            noise = numpy.random.default_rng(i).integers(-999, 999, 9999 - 99 * i, "<i2")
+            wavfile.write(x["audio"], 16000, noise)
+        Path("list.tsv").write_text("".join(f"{x['audio']}\t{x['text']}\n" for x in rows))
     made = datasets.Dataset.from_list(rows)
+    if "audio" in rows[0]:
+        made = made.cast_column("audio", datasets.Audio())
     if "image" in rows[0]:
         made = made.cast_column("image", datasets.Image())
     if "images" in rows[0]:
@@ -203,13 +220,14 @@ def write_sources(task):
     Path("files").mkdir()
     made.to_parquet("files/train.parquet")
     files = {"fine_tune": "text.txt", "masked_lm": "text.txt", "text_to_image": "."}
+    files |= {"speech": "list.tsv", "fine_tune_speech": "list.tsv"}
     first = "." if task in ("photos", "balanced", "vit") else files.get(task, "rows.jsonl")
     return first, "saved", "files:train"
 
 
 def plain(value):
     """Return a value without tensors and arrays, which `==` compares."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | numpy.ndarray):
         return str(value.dtype), value.tolist()
     if isinstance(value, Mapping):
         return {name: plain(x) for name, x in value.items()}
@@ -253,3 +271,20 @@ def test_all_sources_give_a_task_the_same_samples(task, bases, directory, monkey
     assert len(expected[0]) > 4
     for source in others:
         assert samples_of(task, source, bases, monkeypatch) == expected, source
+
+
+def test_a_sound_that_cannot_be_read_as_it_was_meant_is_one_line(directory, monkeypatch):
+    monkeypatch.setattr("datasets.config.TORCHCODEC_AVAILABLE", False)
+    monkeypatch.setattr("lib.utterances.exit_with_error", exit_by_exception)
+    for name, rate in (("good", 16000), ("rate", 8000)):
+        wavfile.write(f"{name}.wav", rate, numpy.arange(999, dtype="<i2"))
+    Path("cut.wav").write_bytes(Path("good.wav").read_bytes()[:-100])
+    Path("text.wav").write_text("no sound")
+    cases = {"rate": "please install 'torchcodec'. To decode it, all but wav files of 16 bits and"}
+    cases |= {"text": cases["rate"], "cut": "was cut off: Reached EOF prematurely"}
+    for name, said in cases.items():
+        made = datasets.Dataset.from_dict({"audio": [f"{name}.wav"], "text": ["a"]})
+        made.cast_column("audio", datasets.Audio()).save_to_disk(name)
+        with pytest.raises(Exit) as error:
+            lib.utterances.read_list(name)
+        assert f"{name}, row 1" in str(error.value) and said in str(error.value)

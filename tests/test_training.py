@@ -228,7 +228,7 @@ def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_on
     assert [line.split()[1] for line in shown] == ["2/6"] * 2 + ["4/6"] * 2 + ["6/6"] * 3
     assert max(map(len, shown)) <= 100
     assert f" loss {resnet_run.train[1]['loss']:.3g} " in shown[2]
-    assert "test_accuracy" in shown[6]
+    assert "eta" in shown[2] and "test_accuracy" in shown[6], "the whole line"
     assert resnet_run.output.count('"world_size": 2') == 1, "the config is printed once"
 
 

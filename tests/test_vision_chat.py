@@ -180,6 +180,7 @@ def test_the_loss_is_that_of_transformers_however_a_batch_is_divided(args, proce
 ASKED = {"type": "text", "text": "What?"}
 BOTH = [{"type": "image"}, {"type": "image"}, ASKED]
 NAMES = ["a.png", "b.png"]
+ANSWER = {"role": "assistant", "content": "A thing."}
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,28 @@ def test_images_in_the_forms_of_data_sets(content, beside):
     found, names = lib.image_chat.with_images({"messages": messages, "images": beside})
     assert found == [message("system", "Be brief."), {"role": "user", "content": BOTH}]
     assert names == NAMES
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({}, "0 images have a name, 1 a place"),  # <image> in a text without an image
+        ({"image": "a.png"}, "'image' would be ignored"),
+        ({"system": "Be brief."}, "'system' would be ignored"),
+        (
+            {
+                "images": ["b.png"],
+                "messages": [message("user", 0), {**ANSWER, "content": "<image>"}],
+            },
+            "name all in one",
+        ),
+    ],
+)
+def test_an_image_is_used_or_refused(row, error):
+    asked = {"role": "user", "content": "<image>What?"}
+    row = {"messages": [asked, ANSWER], **row}
+    with pytest.raises(ValueError, match=error):
+        lib.image_chat.samples_with_images(None, row, "chats.jsonl", 1, None)
 
 
 def test_rows_that_mean_something_else_are_errors(folder, tmp_path):

@@ -3,8 +3,8 @@
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
-from copy import deepcopy
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -18,10 +18,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ddp_cifar import RANK, exit_with_error, log_line
 from lib.pretrained import save_card
 from lib.rows import divided
+from lib.turns import REMEDY, answers_in, calls_in, check_text, known, squeezed, texts_of, with_text
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
-REASONING = "reasoning_content", "reasoning", "thinking"  # its names in a message
-REMEDY = "name a file of another one by --chat-template"
+OPENED = re.compile(r"[<\[][^<>\[\]]*$")  # a tag that is not closed
+PLAIN = "\ue000"  # the content of an answer: what no template and no chat has
+TODAY = re.compile(r"""strftime_now\(\s*(['"])([^'"]*)\1\s*\)""")
 TARGETS = Counter()  # tokens of all answers, and of these the ones within --length
 
 
@@ -93,10 +95,10 @@ def targets_of_an_answer(tokenizer):
             message["content"] = [{"type": "text", "text": message["content"]}]
     chat = Chat(tokenizer, messages, None)
     try:
-        targets = chat.sample(*chat.answer(1))[:, 1]
+        [sample] = chat.samples([1])
     except Exception:  # templates raise many types; the rows will tell
         return []
-    targets = targets[targets != -100].tolist()
+    targets = [token for token in sample[:, 1].tolist() if token != -100]
     return [token for token in targets if tokenizer.decode(token).strip()]
 
 
@@ -129,52 +131,17 @@ def note(line):
         log_line(line)
 
 
-def template_of(tokenizer, tools=None):
-    """Return the chat template of a tokenizer. Where it names today's date, in any form, it names a
-    fixed one: a resumed run has to have the same tokens."""
-    template = tokenizer.get_chat_template(tools=tools)
-    call = r"""strftime_now\(\s*(['"])(.*?)\1\s*\)"""
-    return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
-
-
-def with_text(message):
-    """Return a message whose content is a text: parts are joined. Beside tool calls it may be
-    missing. Raise an error for all else: each template would write it in its own way."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise ValueError(f"the content of a message is {content!r:.80}, which is no text")
-    return {**message, "content": content}
-
-
 def in_common(one, other):
     """Return how many characters two texts have in common, up to their first difference."""
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    both = range(min(len(one), len(other)))
+    return bisect_left(both, True, key=lambda last: one[: last + 1] != other[: last + 1])
 
 
-def letters(text):
-    """Return the letters and digits of a text, which a template may strip or write as JSON."""
-    return re.sub(r"\\+[nrtbf]|[\W_]", "", text)
-
-
-def functions_in(messages):
-    """Return the functions that messages call: a list of {"name": ..., "arguments": ...}."""
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    return [call.get("function", call) for call in calls]
-
-
-def texts_of(message):
-    """Return the texts of a message, lists by kind. A content may have the reasoning, too."""
-    content = message["content"]
-    parts = content if isinstance(content, list) else [{"text": content}]
-    *thoughts, last = [x for part in parts for x in re.split("</?think>", part.get("text", ""))]
-    thoughts += [message[name] for name in REASONING if name in message]
-    names = [function["name"] for function in functions_in([message])]
-    return {"content": [last], "reasoning": thoughts, "tool calls": names}
+@cache
+def special_tokens(tokenizer):
+    """Return a regular expression of a tokenizer's special tokens."""
+    tokens = [x.content for x in tokenizer.added_tokens_decoder.values() if x.special]
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 class Chat:
@@ -182,100 +149,154 @@ class Chat:
 
     def __init__(self, tokenizer, messages, tools):
         self.tokenizer = tokenizer
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        self.options = {"chat_template": template_of(tokenizer, tools), "tools": tools}
-        self.marks = re.search(r"\{%-?\s*generation\s*-?%\}", self.options["chat_template"])
-        # Data sets that have the same keys in all rows write null for what a message has not.
-        self.messages = [
-            {name: value for name, value in message.items() if value is not None}
-            for message in deepcopy(messages)
-        ]
+        tools = json.loads(tools or "null") if isinstance(tools, str) else tools
+        # Where it names today's date, in any form: a resumed run has to have the same tokens.
+        template = tokenizer.get_chat_template(tools=tools)
+        template = TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)
+        self.options = {"chat_template": template, "tools": tools}
+        self.marks = re.search(r"\{%-?\s*generation\s*-?%\}", template)
+        self.messages = known(messages, template)
         self.set_arguments()
         self.other_prompts = set()
 
     def set_arguments(self):
         """Make the arguments of tool calls objects, or texts if the template wants these."""
-        functions = functions_in(self.messages)
-        given = [function.get("arguments") or {} for function in functions]
-        for function, x in zip(functions, given, strict=True):
-            function["arguments"] = json.loads(x) if isinstance(x, str) else x
-        if functions and not self.takes_objects(functions):
-            for function, x in zip(functions, given, strict=True):
-                text = x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
-                function["arguments"] = text
+        calls = calls_in(self.messages)
+        given = [call.get("arguments") or {} for call in calls]
+        for call, x in zip(calls, given, strict=True):
+            call["arguments"] = json.loads(x) if isinstance(x, str) else x
+        if calls and not self.takes_objects(calls):
+            for call, x in zip(calls, given, strict=True):
+                call["arguments"] = x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
 
-    def takes_objects(self, functions):
+    def takes_objects(self, calls):
         try:
-            text = self.text()
+            text = self.text(self.messages)
         except Exception:  # templates raise many types
             return False
-        return not any(str(x["arguments"]) in text for x in functions if x["arguments"])
+        return not any(str(x["arguments"]) in text for x in calls if x["arguments"])
 
-    def text(self, end=None, prompt=False):
-        """Return the text of the messages before `end`, with a `prompt` to go on."""
+    def text(self, messages, prompt=False):
+        """Return the text of messages, with a `prompt` to go on."""
         options = {**self.options, "tokenize": False, "add_generation_prompt": prompt}
-        return self.tokenizer.apply_chat_template(self.messages[:end], **options)
-
-    def prompt(self):
-        """Return the text of all messages, up to where an answer begins."""
-        text = self.text(prompt=True)
-        self.check_messages(text)
-        return text
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except TypeError as error:  # such as of a loop over no tools
+            if options["tools"] is not None:
+                raise
+            self.tokenizer.apply_chat_template(messages, **{**options, "tools": []})
+            raise ValueError('the chat template needs "tools" in each row, if only []') from error
 
     def check_messages(self, text):
         """Raise an error if a text leaves out a message. It may leave out earlier reasoning."""
-        written = letters(text)
+        written = squeezed(text)
         for index, message in enumerate(self.messages):
-            self.check(index, written, reasoning=message["role"] != "assistant")
+            check_text(message, index, written, reasoning=message["role"] != "assistant")
+            if found := special_tokens(self.tokenizer).search(str(texts_of(message))):
+                note(f"{found[0]!r} in the text of a message becomes a token of its own")
 
-    def check(self, index, written, reasoning):
-        """Raise an error if the letters of a text leave out a message's, with or without its
-        reasoning."""
-        message = self.messages[index]
-        for kind, texts in texts_of(message).items():
-            if kind == "reasoning" and not reasoning:
-                continue
-            if not all(letters(text) in written for text in texts):
-                of = f"the {kind} of message {index + 1}, of the {message['role']}"
-                raise ValueError(f"the chat template leaves out {of}: {REMEDY}")
+    def plain(self, index, **kept):
+        """Return the messages up to an answer with PLAIN as its content, and what else is kept."""
+        parts = isinstance(self.messages[index]["content"], list)
+        content = [{"type": "text", "text": PLAIN}] if parts else PLAIN
+        return [*self.messages[:index], {"role": "assistant", **kept, "content": content}]
+
+    def learn_turns(self):
+        """Learn from a plain answer in place of the first what is before answers and what ends
+        them. Raise an error if the template begins the next one there."""
+        index = next(i for i, x in enumerate(self.messages) if i and x["role"] == "assistant")
+        before = self.text(self.messages[:index])
+        self.header = self.text(self.messages[:index], prompt=True).removeprefix(before)
+        plain = self.plain(index)
+        text, longer = self.text(plain), self.text([*plain, {**plain[-1], "role": "user"}])
+        ends = [x.partition(PLAIN)[2] for x in (text, longer)]
+        other = ends[0][in_common(*ends) :]  # than before a question
+        header = other[len(other) - in_common(other[::-1], before[::-1]) :].strip()
+        if re.search(r"\w", header) and header != self.tokenizer.eos_token:
+            raise ValueError(f"the chat template writes {header!r} behind each answer: {REMEDY}")
+        spans = self.marked_spans(plain) if self.marks else [(0, len(text))]
+        self.ending = squeezed(text[: max(end for _, end in spans)].partition(PLAIN)[2])
 
     def answer(self, index):
-        """Return the text up to the end of an answer, and the (begin, end) in it of what is the
-        answer's: where it is no longer the prompt's, or what the template marks behind that. A
-        prompt may open a thought that the answer has not."""
-        before, prompt, text = self.text(index), self.text(index, prompt=True), self.text(index + 1)
+        """Return the index of an answer, the text up to its end, and in that where its turn begins
+        and the (begin, end) of what is the answer's: where it is no longer the prompt's, or what
+        the template marks behind that. A prompt may open a thought that the answer has not."""
+        before, prompt = (self.text(self.messages[:index], prompt=x) for x in (False, True))
+        text = self.text(self.messages[: index + 1])
+        if prompt == before:  # as some are behind an answer
+            prompt += self.header
         turn, begin = in_common(before, prompt), in_common(prompt, text)
-        if begin < turn and not self.marks:
+        if begin < turn:
             raise ValueError(f"the chat template changes what comes before an answer: {REMEDY}")
-        if begin < len(prompt):
+        if begin < len(prompt):  # an answer may begin as the prompt goes on
             self.other_prompts.add(prompt[turn:])
-        self.check(index, letters(text[min(turn, begin) :]), reasoning=True)
-        spans = self.marked_spans(index + 1) if self.marks else [(begin, len(text))]
-        return text, [(max(begin, first), end) for first, end in spans if end > begin]
+            plain = self.text(self.plain(index, **self.messages[index]))
+            begin = min(begin, max(turn, in_common(prompt, plain)))
+            begin = max(turn, len(OPENED.sub("", prompt[:begin])))
+        spans = [(begin, len(text))]
+        if self.marks:
+            marked = self.marked_spans(self.messages[: index + 1])
+            spans = [(max(begin, first), end) for first, end in marked if end > begin]
+        return index, text, turn, spans
 
-    def marked_spans(self, end):
-        """Return the (begin, end) that the template marks in the messages before `end`."""
+    def marked_spans(self, messages):
+        """Return the (begin, end) that the template marks in messages."""
         options = {**self.tokenizer.special_tokens_map, **self.options}
         options["return_assistant_tokens_mask"] = True
-        _, [spans] = render_jinja_template([self.messages[:end]], **options)
+        _, [spans] = render_jinja_template([messages], **options)
         return spans
 
     def samples(self, answers):
         """Return the samples with these answers."""
-        whole = self.text()
+        for index, message in enumerate(self.messages):
+            beside_call = message.get("tool_calls") and texts_of(message)["content"][0].strip()
+            if beside_call and PLAIN not in self.text(self.plain(index, **message)):
+                note("the chat template leaves out texts beside tool calls: so are these chats")
+                return []
+        whole = self.text(self.messages)
         self.check_messages(whole)
+        if not answers:
+            return []
+        self.learn_turns()
         found = [self.answer(index) for index in answers]
         for prompt in self.other_prompts:
             note(f"answers are generated behind {prompt!r}, but some are trained without it")
-        if found and all(whole.startswith(text) for text, _ in found):
-            return [self.sample(whole, [span for _, spans in found for span in spans])]
-        return [self.sample(text, spans) for text, spans in found]
+        if all(whole.startswith(text) for _, text, *_ in found):
+            return [self.sample(whole, found)]
+        return [self.sample(answer[1], [answer]) for answer in found]
 
-    def sample(self, text, spans):
-        """Return the tokens of a text, and those of these (begin, end) as targets: (N, 2) int32."""
+    def sample(self, text, answers):
+        """Return the sample of a text with the targets of these `answer`s."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        own = tokens_in(encoded["offset_mapping"], spans)
-        return shifted(encoded["input_ids"], own)
+        tokens, offsets = (torch.tensor(encoded[x]) for x in ("input_ids", "offset_mapping"))
+        spans = [x for answer in answers for x in self.checked(*answer, tokens, offsets)]
+        return self.sample_of(text, spans, tokens, offsets)
+
+    def sample_of(self, text, spans, tokens, offsets):
+        """Return tokens, and those of these (begin, end) as targets: (N, 2) int32."""
+        targets = tokens.where(tokens_in(offsets, spans), -100)
+        return torch.stack([tokens[:-1], targets[1:]], dim=1).int()
+
+    def checked(self, index, text, turn, spans, tokens, offsets):
+        """Return the spans of an answer, without a token that goes on in the next message. Raise an
+        error unless their tokens, decoded, are what the row says: its reasoning, content and calls,
+        whole and in order, and behind these what ends a turn."""
+        begins, ends = offsets[tokens_in(offsets, spans)].T.tolist()
+        in_next = [begin for begin in begins[-1:] if ends[-1] > len(text)]
+        in_both = [text[begin:turn] for begin in begins[:1]] + [text[begin:] for begin in in_next]
+        if any(part.strip() for part in in_both):
+            raise ValueError(f"message {index + 1} shares a token with another one: {REMEDY}")
+        spans = [(begin, min([end, *in_next])) for begin, end in spans]
+        own, message = tokens[tokens_in(offsets, spans)], self.messages[index]
+        written = squeezed(self.tokenizer.decode(own))
+        check_text(message, index, written)
+        content = squeezed(*texts_of(message)["content"])
+        calls = message.get("tool_calls")  # they may have another end
+        stops = calls and int(own[-1]) in self.tokenizer.added_tokens_decoder
+        if not (stops or written.endswith(self.ending if calls else content + self.ending)):
+            end = f"in {written[-50:]!r}, not in its text and {self.ending!r}"
+            raise ValueError(f"message {index + 1} ends {end}: {REMEDY}")
+        return spans
 
 
 def tokens_in(offsets, spans):
@@ -283,28 +304,6 @@ def tokens_in(offsets, spans):
     begins, ends = torch.as_tensor(offsets).T
     inside = [(begins < end) & (begin < ends) for begin, end in spans]
     return torch.stack([begins < 0, *inside]).any(0)
-
-
-def shifted(tokens, own):
-    """Return tokens, and the next one of each if that is its `own`, or else -100: (N, 2) int32."""
-    tokens = torch.tensor(tokens)
-    return torch.stack([tokens[:-1], tokens.where(own, -100)[1:]], dim=1).int()
-
-
-def answers_in(messages, first=0):
-    """Return the indices of the assistant's messages, from message `first` on, without those that
-    have "weight": 0."""
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles[first:]:
-        raise ValueError(f"no message has the role assistant, but {', '.join(roles[first:])}")
-    weights = [message.get("weight") for message in messages]
-    if others := {*weights} - {None, 0, 1}:
-        raise ValueError(f"the weight of a message is {others.pop()}, neither 0 nor 1")
-    trained = range(first, len(messages))
-    answers = [i for i in trained if roles[i] == "assistant" and weights[i] != 0]
-    if answers[:1] == [0]:
-        raise ValueError("nothing comes before the answer")
-    return answers
 
 
 def samples_of(tokenizer, messages, args, tools=None, first=0):
@@ -326,9 +325,3 @@ def samples_of(tokenizer, messages, args, tools=None, first=0):
 def pad_chats(samples):
     """Return (B, longest, 2) int64, with -100 behind the shorter ones."""
     return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100).long()
-
-
-def token_losses(model, samples):
-    """Return the loss of each target in float32: (B, N, 2) in, (B, N) out, with 0 at -100."""
-    tokens, targets = samples.unbind(-1)
-    return model(tokens.clamp(min=0), targets=targets, use_cache=False)

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, LogitsProcessor
 
-from lib.chat import Chat, generation_of, load_tokenizer, with_text
+from lib.chat import Chat, generation_of, load_tokenizer
 from lib.generation import generate
+from lib.turns import check_keys, with_text
 
 
 @lru_cache
@@ -24,11 +25,13 @@ def prompt_tokens(tokenizer, line, args):
     """Return the tokens of a line's "prompt", a text or messages, up to where an answer begins:
     (N,) int64. Raise ValueError if there are more than --length, or if the chat template leaves out
     one of the messages."""
+    check_keys({name: line.get(name) for name in ("system", "functions")}, ())
     messages = line["prompt"]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     chat = Chat(tokenizer, [with_text(message) for message in messages], line.get("tools"))
-    text = chat.prompt()
+    text = chat.text(chat.messages, prompt=True)
+    chat.check_messages(text)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(tokens) > args.length:
         raise ValueError(f"{len(tokens)} tokens, more than --length")

@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 from transformers import AutoProcessor
 
 from ddp_cifar import exit_with_error
-from lib.chat import Chat, answers_in, chat_tokenizer, read_chats, tokens_in
+from lib.chat import Chat, chat_tokenizer, read_chats, tokens_in
 from lib.images import read_image, stored_size
 from lib.rows import Stored, read_lines
+from lib.turns import answers_in, check_keys
 
-PLACE = "<image>"  # of an image in a text, if "images" beside the messages has its name
+PLACE = "<image>"  # of an image in a text: "images" beside the messages has its name
 IMAGE = {"type": "image"}
 
 
@@ -39,9 +40,9 @@ def name_of(image):
     return image and image.removeprefix("file://")
 
 
-def parts_of(message, has_places, names):
-    """Return the content of a message as a list of texts and images. Add the file of each image to
-    `names`, or None. If it `has_places`, each <image> in a text is an image."""
+def parts_of(message, names):
+    """Return the content of a message as a list of texts and images, as which each <image> in a
+    text counts. Add the file of each image to `names`, or None."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""
@@ -50,7 +51,7 @@ def parts_of(message, has_places, names):
     parts = []
     for part in content:
         if part["type"] == "text":
-            first, *others = part["text"].split(PLACE) if has_places else [part["text"]]
+            first, *others = part["text"].split(PLACE)
             parts.append({"type": "text", "text": first})
             for text in others:
                 parts += [IMAGE, {"type": "text", "text": text}]
@@ -69,14 +70,13 @@ def with_images(line):
     "images". If they have no place there, it is before the first message of the user."""
     beside = [name_of(image) for image in line.get("images") or []]
     names = []
-    messages = [
-        {**message, "content": parts_of(message, bool(beside), names)}
-        for message in line["messages"]
-    ]
+    messages = [{**message, "content": parts_of(message, names)} for message in line["messages"]]
     if not names:
         users = (message for message in messages if message["role"] == "user")
         next(users, messages[0])["content"][:0] = [IMAGE] * len(beside)
         names = [None] * len(beside)
+    if beside and any(names):
+        raise ValueError('images are named in the messages and in "images": name all in one')
     named = [name for name in [*names, *beside] if name]
     if len(named) != len(names):
         raise ValueError(f"{len(named)} images have a name, {len(names)} a place in the messages")
@@ -87,8 +87,8 @@ class ImageChat(Chat):
     """A conversation with images, whose samples are texts and the spans of their answers: its
     processor makes the tokens together with the pixels."""
 
-    def sample(self, text, spans):
-        return text, spans
+    def sample_of(self, text, spans, tokens, offsets):
+        return text, spans, len(tokens)
 
 
 def read_image_chats(processor, args):
@@ -116,21 +116,21 @@ def tokens_of_image(processor, size):
 def samples_with_images(processor, row, source, number, args):
     """Return the samples of a row with this number: (text, [(begin, end) of an answer in it], [path
     of an image, or what is `Stored`], the row's name, number of tokens)."""
+    check_keys(row, ("messages", "images", "tools"))
     messages, names = with_images(row)
     folder = Path(source).parent
     paths = [name if isinstance(name, Stored) else folder / name for name in names]
     chat = ImageChat(processor.tokenizer, messages, row.get("tools"))
     found = chat.samples(answers_in(messages))
-    if (places := chat.text().count(processor.image_token)) != len(paths):
+    if (places := chat.text(chat.messages).count(processor.image_token)) != len(paths):
         raise ValueError(f"the chat template writes {places} images, not {len(paths)}")
     try:
         sizes = [stored_size(path) for path in paths]
     except OSError as error:
         raise ValueError(str(error)) from None
     samples = []
-    for text, spans in found:
+    for text, spans, tokens in found:
         own = text.count(processor.image_token)  # it may end before the last images
-        tokens = len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         tokens += sum(tokens_of_image(processor, size) - 1 for size in sizes[:own])
         if tokens > args.length:
             raise ValueError(f"it has {tokens} tokens, with those of images: more than --length")

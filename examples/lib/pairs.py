@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_cifar import datasets_in
-from lib.chat import token_losses
+from lib.token_losses import token_losses
 
 
 class Pairs(Dataset):

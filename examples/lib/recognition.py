@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import AutoProcessor
 
 from ddp_cifar import exit_with_error
-from lib.utterances import RATE, read_list, read_wav
+from lib.utterances import RATE, read_list, read_sound
 
 
 def task_of(language):
@@ -48,13 +48,13 @@ def label_tokens(text, samples, processor, config, place):
 
 
 class Transcribed(Dataset):
-    """The utterances of a list, the shortest first, as {"input_values": (T,) float32, ...} or what
-    else the feature extractor returns, the tokens of their texts, and the texts."""
+    """The utterances of a list or dataset, the shortest first, as {"input_values": (T,) float32,
+    ...} or what else the feature extractor returns, the tokens of their texts, and the texts."""
 
-    def __init__(self, path, processor, config):
+    def __init__(self, path, processor, config, names=("audio", "text")):
         self.extractor = processor.feature_extractor
         self.rows = []
-        for number, (file, text, samples) in enumerate(read_list(path), 1):
+        for number, (file, text, samples) in enumerate(read_list(path, names), 1):
             place = f"{path}, row {number}"
             tokens = label_tokens(text, samples, processor, config, place)
             self.rows.append((samples, file, tokens, text))
@@ -66,7 +66,7 @@ class Transcribed(Dataset):
 
     def __getitem__(self, index):
         _, file, tokens, text = self.rows[index]
-        inputs = self.extractor(read_wav(file).numpy(), sampling_rate=RATE)
+        inputs = self.extractor(read_sound(file).numpy(), sampling_rate=RATE)
         return {name: x[0] for name, x in inputs.items()}, tokens, text
 
     def collate(self, batch):

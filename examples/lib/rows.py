@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import sys
 from functools import cache, lru_cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -47,7 +48,7 @@ def dataset_of(source):
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # without a network, each rank would print each try
-    if RANK:
+    if RANK or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         if Path(source).is_dir():
@@ -81,12 +82,17 @@ class Stored(NamedTuple):
     def __str__(self):
         return f"{self.source}, row {self.index + 1}"
 
-    def file(self):
-        """Return an open file, or the path of one. Raise OSError if there is none."""
+    def value(self):
+        """Return {"bytes": ..., "path": ...}, one of them None. Raise OSError if there is none."""
         value = dataset_of(self.source)[self.index][self.column]
         value = value if self.place is None else value[self.place]
         if value is None:
-            raise OSError(f"{self.column} is missing")
+            raise OSError(f"{self}: {self.column} is missing")
+        return value
+
+    def file(self):
+        """Return an open file, or the path of one."""
+        value = self.value()
         return io.BytesIO(value["bytes"]) if value["bytes"] else value["path"]
 
 
@@ -272,6 +278,12 @@ def read_texts(source, *names, more=None):
 def nonempty_text(value):
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not a text, or an empty one")
+    return value
+
+
+def stored(value):
+    if not isinstance(value, Stored):
+        raise ValueError(f"{value!r:.80} is no image or sound that a dataset stores")
     return value
 
 

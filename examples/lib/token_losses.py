@@ -53,3 +53,9 @@ def in_chunks(losses, hidden, targets, size):
     found = [checkpoint(losses, *chunk, use_reentrant=False) for chunk in others]
     found = torch.cat([*found, losses(*last)])  # the backward pass begins with the last one
     return found.new_zeros(targets.shape).index_put(counted, found)
+
+
+def token_losses(model, samples):
+    """Return the loss of each target in float32: (B, N, 2) in, (B, N) out, with 0 at -100."""
+    tokens, targets = samples.unbind(-1)
+    return model(tokens.clamp(min=0), targets=targets, use_cache=False)

@@ -4,6 +4,7 @@
 import math
 import shlex
 import struct
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,15 +15,20 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ddp_cifar import RANK, exit_with_error, log_line
+from lib.rows import is_dataset, nonempty_text, read_rows, stored
 
 RATE = 16000  # samples per second
 WINDOW, HOP, MELS = 400, 160, 80  # samples of 25 ms and of 10 ms; bands
 SHORTENED = 4  # spectra for one output of the model
 
 
-def read_list(path):
+def read_list(path, names=("audio", "text")):
     """Return [(path of a wav file, its text, its number of samples)] of a file with a line for
-    each: the path, from the folder of the list, a tab, and the text."""
+    each: the path, from the folder of the list, a tab, and the text. Of a dataset with columns of
+    these names, what is `Stored` is in place of a path."""
+    if is_dataset(path):
+        rows = read_rows(path, *zip(names, (stored, nonempty_text), strict=True))
+        return [(sound, text, stored_samples(sound)) for sound, text in rows]
     rows = []
     try:
         lines = Path(path).read_text("utf-8-sig").split("\n")
@@ -62,7 +68,54 @@ def is_too_short(text, samples):
 def read_wav(path):
     """Return the mean of a file's channels: (N,) float32, from -1 to 1."""
     _, samples = wavfile.read(path)
-    return torch.from_numpy(samples).float().view(len(samples), -1).mean(1) / 2**15
+    return torch.tensor(samples).float().view(len(samples), -1).mean(1) / 2**15
+
+
+def opened(sound):
+    """Return torchcodec's decoder of what is `Stored` as FLAC, MP3 or another format, or None if it
+    is a wav file of 16 bits and RATE. Exit with an error if it cannot be decoded."""
+    import datasets  # needed for these alone
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Reached EOF")
+            rate, samples = wavfile.read(sound.file())
+        if (rate, samples.dtype) == (RATE, "int16"):
+            return None
+    except wavfile.WavFileWarning as error:
+        exit_with_error(f"{sound} was cut off: {error}")
+    except (ValueError, struct.error):
+        pass  # no wav file
+    try:
+        return datasets.Audio(RATE, num_channels=1).decode_example(sound.value())
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        remedy = f"all but wav files of 16 bits and {RATE} Hz need torchcodec and ffmpeg"
+        exit_with_error(f"{sound}: {reason:.200}. To decode it, {remedy}")
+
+
+def stored_samples(sound):
+    """Return the number of samples at RATE of what is `Stored`, by its header."""
+    if decoder := opened(sound):
+        return round(decoder.metadata.duration_seconds * RATE)
+    return len(read_wav(sound.file()))
+
+
+def read_sound(sound):
+    """Return the mean of the channels of a wav file, or of what is `Stored`: (N,) float32, from -1
+    to 1. Raise OSError if it was cut off."""
+    if isinstance(sound, Path):
+        return read_wav(sound)
+    decoder = opened(sound)
+    if decoder is None:
+        return read_wav(sound.file())
+    try:
+        samples = decoder.get_all_samples().data[0]
+    except RuntimeError as error:
+        raise OSError(f"{sound}: {error}") from None
+    if len(samples) < 0.9 * decoder.metadata.duration_seconds * RATE:  # its header may round
+        raise OSError(f"{sound} was cut off: it has {len(samples)} samples")
+    return samples
 
 
 def mel_filters(bins):
@@ -88,11 +141,11 @@ def log_mel(samples):
 
 
 class Utterances(Dataset):
-    """Those of a list, the shortest first, as (T, MELS) float32 and the numbers of the characters:
-    (N,) int64. 0 is CTC's blank."""
+    """Those of a list or dataset, the shortest first, as (T, MELS) float32 and the numbers of the
+    characters: (N,) int64. 0 is CTC's blank."""
 
-    def __init__(self, path, characters):
-        self.rows = sorted(read_list(path), key=lambda row: row[2])
+    def __init__(self, path, characters, names=("audio", "text")):
+        self.rows = sorted(read_list(path, names), key=lambda row: row[2])
         for _, text, _ in self.rows:
             if unknown := "".join(sorted({*text} - {*characters})):
                 found = f"{path} also has {unknown!r}, in {text!r:.80}"
@@ -110,9 +163,9 @@ class Utterances(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        path, text, _ = self.rows[index]
+        sound, text, _ = self.rows[index]
         numbers = [1 + self.characters.index(x) for x in text]
-        return log_mel(read_wav(path)), torch.tensor(numbers, dtype=torch.int64)
+        return log_mel(read_sound(sound)), torch.tensor(numbers, dtype=torch.int64)
 
 
 def pad_utterances(batch):

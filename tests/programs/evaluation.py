@@ -25,7 +25,7 @@ run.watcher = SimpleNamespace(agreed_signal=lambda: 0)
 run.exit_on = partial(recipe.Run.exit_on, run)
 run.test_batches = partial(recipe.Run.test_batches, run)
 run.data_parallel_size, run.ranks_per_batch = accelerator.num_processes, 1
-run.step, run.steps_per_epoch = 0, 1
+run.step, run.steps_per_epoch = 5, 2
 run.train_loader = DataLoader(recipe.SeededSamples(range(8), 0))
 run.cpu_group = distributed.group.WORLD if accelerator.use_distributed else None
 run.on_main_process = partial(recipe.Run.on_main_process, run)
@@ -91,6 +91,7 @@ for size in (1, 3, 7, 8, 15, 16, 17, 33):
         plain = weighted if kind == "weighted" else unweighted
         recipe.compute_loss = partial(with_outputs, kind) if kind in in_order else plain
         told = recipe.evaluate(run, prepared, loader)
+        assert run.train_loader.dataset.epoch == 2, "a test set may be read by it, too"
         direct["test_outputs"] = size if kind in in_order else 0
         expected = in_order.get(kind, []) if accelerator.is_main_process else []
         for outputs in seen:

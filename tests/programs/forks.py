@@ -94,9 +94,11 @@ def become(words, environment):
         sys.excepthook(*sys.exc_info())
     threading._shutdown()  # waits, as the end of an interpreter does
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):  # the terminal is closed
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except OSError:  # the terminal is closed
+        code = 120
     os._exit(code & 255)
 
 

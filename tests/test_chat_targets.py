@@ -1,0 +1,292 @@
+"""Of any chat that any chat template writes, the right tokens are trained, or it is an error.
+
+Templates and chats are drawn with random traits. The oracle writes a chat piece by piece, as a
+template of these traits does, so it knows to whom each character belongs."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from lazy import lib, tokenizers, transformers
+
+pytestmark = pytest.mark.slow
+
+ARGS = SimpleNamespace(length=10**6)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+WORDS = (
+    "one two a A USER ASS <b> </b> <answer> <thing> thought : 4.2 Köln \\nabla 🙂 {'x'} \n \n\n -"
+)
+SPECIAL = "<s> <|end|> <|user|> <|assistant|> <|system|> <|tool|> <think> </think> <tool_call>"
+TRAITS = {
+    # What is before an answer, before another message, and behind that.
+    "headers": [
+        ("<|assistant|>", "<|{}|>", "<|end|>"),
+        ("<|assistant|>\n", "<|{}|>\n", "<|end|>\n"),
+        ("ASSISTANT: ", "{}: ", "\n"),
+        ("ASSISTANT:", "{}: ", " "),
+        ("### ASSISTANT\n", "### {}\n", "\n\n"),
+        ("", "[INST] {} ", "[/INST]"),
+        ("", "", "<|end|>"),
+    ],
+    "prompt": ["header", "header", "header unless behind an answer", "nothing", "header always"],
+    "end": ["<|end|>", "<|end|>\n", "</s>", " </s>\n", "", " ", "\n\n"],
+    "end of whole": ["", "", "", "<s>"],  # behind an answer that is the last message
+    "thought": [
+        ("<think>\n", "\n</think>\n\n"),
+        ("<thinking>", "</thinking>"),
+        ("thought: ", "\n"),
+    ],
+    "opens": ["nothing", "thought", "empty thought"],  # in a prompt, behind the header
+    "without": ["nothing", "nothing", "end", "empty", "empty if last"],  # reasoning: an answer has
+    "reasoning": ["all", "all", "all", "last", "last", "none"],
+    "marked": ["nothing"] * 4 + ["answer", "answer without its end"],
+    "strip": [False, True],
+    "text beside call": [True, True, False],
+    "tools": ["if any"] * 9 + ["needed"],
+    "system": [True] * 9 + [False],
+}
+
+
+def draw_form(rng):
+    return {name: rng.choice(values) for name, values in TRAITS.items()}
+
+
+def draw_text(rng):
+    words = rng.choices(WORDS.split(" "), k=rng.randint(1, 5))
+    return rng.choice(["", " ", "\n"]) + " ".join(words) + rng.choice(["", "", " "])
+
+
+def draw_chat(rng):
+    """Return messages, and the tools or None."""
+    messages = (
+        [{"role": "system", "content": f"Be brief. {draw_text(rng)}"}] if rng.random() < 0.3 else []
+    )
+    for _ in range(rng.randint(1, 3)):
+        messages.append({"role": "user", "content": draw_text(rng)})
+        if rng.random() < 0.2:
+            arguments = {"city": draw_text(rng), "days": rng.randint(1, 9)}
+            call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+            calls = {"content": rng.choice([None, draw_text(rng)]), "tool_calls": [call]}
+            messages.append({"role": "assistant", **calls})
+            messages.append({"role": "tool", "content": draw_text(rng)})
+        for _ in range(rng.choice([1, 1, 2])):
+            messages.append({"role": "assistant", "content": draw_text(rng)})
+            if rng.random() < 0.3:
+                messages[-1]["reasoning_content"] = draw_text(rng).strip() + "!"
+            if rng.random() < 0.1:
+                messages[-1]["weight"] = 0
+    return messages, rng.choice([None, TOOLS])
+
+
+def template_of(form):
+    """Return the chat template of a form."""
+
+    def when(condition, text):
+        return f"{{% if {condition} %}}{text}{{% endif %}}"
+
+    def written(text):
+        return f"{{{{ {json.dumps(text)} }}}}"
+
+    header, other, end_of_other = map(written, form["headers"])
+    role = "x.role" if "|" in other else "x.role | upper"
+    other = other.replace("{}", f'" ~ ({role}) ~ "')
+    strip = " | trim" if form["strip"] else ""
+    opening, closing = map(written, form["thought"])
+    without = {"nothing": "", "end": written(form["thought"][1].strip())}
+    without |= {"empty": opening + closing, "empty if last": when("loop.last", opening + closing)}
+    keep = {"all": "", "last": " and loop.last", "none": " and false"}[form["reasoning"]]
+    answer = f"{{% if x.reasoning_content{keep} %}}{opening}{{{{ x.reasoning_content }}}}{closing}"
+    answer += f"{{% else %}}{without[form['without']]}{{% endif %}}"
+    content = f"{{{{ x.content{strip} }}}}"
+    answer += content if form["text beside call"] else when("not x.tool_calls", content)
+    call = written("<tool_call>") + "{{ y.function | tojson }}"
+    answer += f"{{% for y in x.tool_calls or [] %}}{call}{{% endfor %}}"
+    end = written(form["end"]) + when("loop.last", written(form["end of whole"]))
+    marks = "{% generation %}", "{% endgeneration %}"
+    answer = {
+        "nothing": answer + end,
+        "answer": marks[0] + answer + end + marks[1],
+        "answer without its end": marks[0] + answer + marks[1] + end,
+    }[form["marked"]]
+    other += content + end_of_other
+    other = other if form["system"] else when("x.role != 'system'", other)
+    turn = f"{{% if x.role == 'assistant' %}}{header}{answer}{{% else %}}{other}{{% endif %}}"
+    prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[form["opens"]]
+    prompt = {
+        "header": when("add_generation_prompt", header + prompt),
+        "header unless behind an answer": when(
+            "add_generation_prompt and messages[-1].role != 'assistant'", header + prompt
+        ),
+        "nothing": "",
+        "header always": header + when("add_generation_prompt", prompt),
+    }[form["prompt"]]
+    tools = "{% for y in tools %}{{ y.function.name }}{% endfor %}"
+    tools = tools if form["tools"] == "needed" else when("tools", tools)
+    return f"{tools}{{% for x in messages %}}{turn}{{% endfor %}}{prompt}"
+
+
+def pieces_of(form, messages, tools):
+    """Return what that template writes, [(text, index of its message, whether its tokens are
+    targets)]."""
+    header, other, end_of_other = form["headers"]
+    opening, closing = form["thought"]
+    prompts = form["prompt"] != "nothing"
+    marks = form["marked"] != "nothing"
+    opened = prompts and form["opens"] != "nothing"
+    ends = form["marked"] != "answer without its end"
+    pieces = [("weather" if tools else "", -1, False)]
+    for index, message in enumerate(messages):
+        last = index == len(messages) - 1
+        content, role = message["content"] or "", message["role"]
+        content = content.strip() if form["strip"] else content
+        if role == "system" and not form["system"]:
+            continue
+        if role != "assistant":
+            before = other.format(role if "|" in other else role.upper())
+            pieces.append((before + content + end_of_other, index, False))
+            continue
+        pieces.append((header, index, not prompts and not marks))
+        kept = form["reasoning"] == "all" or (form["reasoning"] == "last" and last)
+        thought, calls = message.get("reasoning_content"), message.get("tool_calls", [])
+        if thought and kept:
+            pieces += [(opening, index, not opened), (thought + closing, index, True)]
+        elif form["without"] == "empty" or (form["without"] == "empty if last" and last):
+            pieces.append((opening, index, not opened))
+            pieces.append((closing, index, not opened or form["opens"] == "thought"))
+        elif form["without"] == "end":
+            pieces.append((closing.strip(), index, True))
+        if form["text beside call"] or not calls:
+            pieces.append((content, index, True))
+        for call in calls:
+            function = json.dumps(call["function"], ensure_ascii=False)
+            pieces.append((f"<tool_call>{function}", index, True))
+        pieces.append((form["end"] + form["end of whole"] * last, index, ends))
+    if form["prompt"] == "header always":
+        pieces.append((header, len(messages), False))
+    return pieces
+
+
+class Fault(Exception):
+    """Of a template, with a chat."""
+
+
+def joined(pieces):
+    return "".join(text for text, _, _ in pieces)
+
+
+def expected_samples(form, tokenizer, messages, tools, first):
+    """Return [(tokens, targets or -100)], each of the same length."""
+    trained = [i for i in range(first, len(messages)) if messages[i].get("weight") != 0]
+    answers = [i for i in trained if messages[i]["role"] == "assistant"]
+    if form["tools"] == "needed" and tools is None:
+        raise Fault("needs tools")
+    beside = [x["content"] for x in messages if x.get("tool_calls") and x["content"]]
+    if not form["text beside call"] and any(text.strip() for text in beside):
+        return []
+    if not form["system"] and messages[0]["role"] == "system":
+        raise Fault("drops the system's message")
+    if form["reasoning"] == "none" and any("reasoning_content" in messages[i] for i in answers):
+        raise Fault("drops the reasoning")
+    whole = pieces_of(form, messages, tools)
+    parts = [pieces_of(form, messages[: i + 1], tools) for i in answers]
+    for i, part in zip(answers, parts, strict=True):
+        earlier = joined(pieces_of(form, messages[:i], tools))
+        if not joined(part).startswith(earlier):
+            raise Fault("changes the answer before, if another one is behind it")
+    if form["prompt"] == "header always":
+        parts = [part[:-1] for part in parts]
+    if all(joined(whole).startswith(joined(part)) for part in parts):
+        groups = [(whole, answers)] if answers else []
+    else:
+        groups = [(part, [i]) for part, i in zip(parts, answers, strict=True)]
+    samples = [targets_of(pieces, own, tokenizer) for pieces, own in groups]
+    return [x for x in samples if {*x[1]} != {-100}]
+
+
+def targets_of(pieces, answers, tokenizer):
+    """Return the tokens of pieces, and those that are targets, or else -100. A token in two
+    messages is a Fault if it has more than blanks of both."""
+    owners = [index for text, index, _ in pieces for _ in text]
+    trained = [own and index in answers for text, index, own in pieces for _ in text]
+    text = joined(pieces)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    targets = []
+    for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
+        target = False
+        for answer in {owners[i] for i in range(begin, end) if trained[i]}:
+            before, own, behind = (
+                "".join(text[i] for i in range(begin, end) if is_part(owners[i], answer))
+                for is_part in (int.__lt__, int.__eq__, int.__gt__)
+            )
+            if before.strip() or (behind and own.strip()):
+                raise Fault("a token of two messages")
+            target |= not behind
+        targets.append(token if target else -100)
+    return found["input_ids"][:-1], targets[1:]
+
+
+@pytest.fixture(scope="module")
+def both_tokenizers():
+    """One of bytes, which does not join words, and one of characters, which joins all."""
+    traits = json.dumps(TRAITS, ensure_ascii=False).replace("\\n", "\n").replace("{}", "user")
+    rng = random.Random(0)
+    corpus = [f"{draw_text(rng)}{text}" for text in traits.split('"') for _ in range(9)]
+    corpus += [
+        WORDS,
+        "TOOL: SYSTEM: weather! Be brief.",
+        json.dumps(TOOLS),
+        "{city: days: 0123456789}",
+    ]
+    options = {"vocab_size": 500, "special_tokens": SPECIAL.split(), "show_progress": False}
+    bytewise = tokenizers.ByteLevelBPETokenizer()
+    bytewise.train_from_iterator(corpus, **options)
+    joining = tokenizers.Tokenizer(tokenizers.models.BPE())
+    joining.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    joining.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()]
+    )
+    joining.train_from_iterator(corpus, tokenizers.trainers.BpeTrainer(**options))
+    kind = transformers.PreTrainedTokenizerFast
+    return [kind(tokenizer_object=x, eos_token="<|end|>") for x in (bytewise, joining)]
+
+
+def outcome(form, tokenizer, messages, tools, first):
+    """Return "right", "error" or "fault", or raise an AssertionError."""
+    tokenizer.chat_template = template_of(form)
+    case = f"{form}\n{messages}\n{tools}\n{tokenizer.chat_template}"
+    try:
+        samples = lib.chat.samples_of(tokenizer, messages, ARGS, tools, first)
+    except Exception as error:
+        samples = error
+    try:
+        expected = expected_samples(form, tokenizer, messages, tools, first)
+    except Fault as fault:
+        assert isinstance(samples, ValueError), f"{fault}: {samples}\n{case}"
+        return "fault"
+    may_fail = form["prompt"] == "header always" and form["headers"][0] != ""
+    may_fail |= form["marked"] == "answer without its end" and "</" in form["end"]
+    if isinstance(samples, Exception):
+        assert may_fail and isinstance(samples, ValueError), f"{samples!r}\n{case}"
+        return "error"
+    assert len(samples) == len(expected), case
+    for sample, (tokens, targets) in zip(samples, expected, strict=True):
+        shown = [
+            tokenizer.decode([x for x in y if x != -100]) for y in (sample[:, 1].tolist(), targets)
+        ]
+        assert sample.T.tolist() == [tokens, targets], f"{shown}\n{case}"
+    return "right"
+
+
+def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=0):
+    rng = random.Random(seed)
+    outcomes = []
+    for _ in range(125):
+        form = draw_form(rng)
+        for _ in range(4):
+            messages, tools = draw_chat(rng)
+            first = rng.choice([0, 0, 0, len(messages) - 1])
+            tokenizer = rng.choice(both_tokenizers)
+            outcomes.append(outcome(form, tokenizer, messages, tools, first))
+    counts = {x: outcomes.count(x) for x in {*outcomes}}
+    assert counts["right"] > 250, counts
