@@ -115,7 +115,7 @@ def test_a_rank_in_the_broadcast_of_a_signal_waits_for_others_and_takes_the_resu
 
     sent, store = torch.zeros(1, dtype=torch.int64), distributed.HashStore()
     run = SimpleNamespace(store=store, cpu_group=None, directory=tmp_path)
-    watcher = SimpleNamespace(run=run, sent=sent, received=0, progress=0, timeout=1)
+    watcher = SimpleNamespace(run=run, sent=sent, received=0, steps=0, timeout=1)
     watcher.pending = SimpleNamespace(wait=wait)
     watcher.library, watcher.identify = recipe.Watcher.library, lambda: None
     assert recipe.Watcher.agreed_signal(watcher) == signal.SIGTERM
