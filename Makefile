@@ -74,10 +74,10 @@ results: $(READY)  ##m put the results into the pages; ARGS="--publish runs/benc
 	$(MATPLOTLIB)
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
-test: $(READY)  ##m run the tests but those marked twin or cluster; ARGS="-k configs" selects some
-	$(BIN)/python -m pytest $(WORKERS) -m "not twin and not cluster" $(ARGS)
+test: $(READY)  ##m run the tests but those marked redundant or cluster; ARGS="-k configs" selects some
+	$(BIN)/python -m pytest $(WORKERS) -m "not redundant and not cluster" $(ARGS)
 
-test-all: $(READY)  ##m run all tests, with twins: cases that another recipe's case covers nearly whole
+test-all: $(READY)  ##m run all tests, with redundant ones: cases that another recipe's case covers nearly whole
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-oldest: export ATEN_CPU_CAPABILITY := avx2
@@ -86,8 +86,8 @@ test-oldest: export MKL_ENABLE_INSTRUCTIONS := AVX2
 test-oldest: $(OLDEST)/ready  ##m run the tests with pyproject.toml's lower bounds, as on a CPU with AVX2 alone
 	$(OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 
-quick: $(READY)  ##m run the tests that are not marked slow or twin
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not twin" $(ARGS)
+quick: $(READY)  ##m run the tests that are not marked slow or redundant
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not redundant" $(ARGS)
 
 mutants: $(READY)  ##m change one thing of the recipes and tools at a time: which is missed by all tests? ARGS="--only Run --sample 20"
 	$(BIN)/python tests/mutants.py $(ARGS)

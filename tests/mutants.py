@@ -155,7 +155,7 @@ def failed(clone, test, limit):
     has imported what the tests import, in a group of its own."""
     file, _, name = test.partition("::")
     words = [f"tests/test_{file}.py", *(["-k", name] if name else []), "--basetemp", f"{clone}/tmp"]
-    words += ["-qx", "-m", "not twin and not cluster", "-p", "no:cacheprovider"]
+    words += ["-qx", "-m", "not redundant and not cluster", "-p", "no:cacheprovider"]
     words += ["--deselect", "tests/test_sync.py::test_the_block_that_is_compared_is_the_whole"]
     with tempfile.TemporaryFile("w+") as output:
         if (pid := os.fork()) == 0:

@@ -65,11 +65,11 @@ RANKS = {
     "saved": ("exit(143)", None, 143),
     "stopped": (STOPS, signal.SIGTERM, 143),
 }
-TWINS = [pytest.param(case, marks=pytest.mark.twin) for case in ("saved", "stopped")]
+REDUNDANT = [pytest.param(case, marks=pytest.mark.redundant) for case in ("saved", "stopped")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["wrong", "waits", *TWINS])
+@pytest.mark.parametrize("case", ["wrong", "waits", *REDUNDANT])
 def test_the_command_ends_with_the_status_of_the_rank_and_passes_sigterm_on(case, tmp_path):
     """Also before torchrun has a handler for SIGTERM, which PID 1 would ignore."""
     text, number, status = RANKS[case]
