@@ -6,7 +6,6 @@ READY := .venv/ready
 OLDEST := .venv-oldest
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs
 ARGS ?=
-# Of the extra `results`, which only pictures need.
 MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
 # The tests of a file share runs. Many of them wait: four files at a time keep two cores busy. By
 # default the file with the fewest tests comes last, which is the one that waits longest.
@@ -75,22 +74,23 @@ results: $(READY)  ##m put the results into the pages; ARGS="--publish runs/benc
 	$(MATPLOTLIB)
 	$(BIN)/python benchmarks/make_results.py $(ARGS)
 
-test: $(READY)  ##m run the tests but those marked twin or cluster; ARGS="-k configs" selects some
-	$(BIN)/python -m pytest $(WORKERS) -m "not twin and not cluster" $(ARGS)
+test: $(READY)  ##m run the tests but those marked redundant or cluster; ARGS="-k configs" selects some
+	$(BIN)/python -m pytest $(WORKERS) -m "not redundant and not cluster" $(ARGS)
 
-test-all: $(READY)  ##m run all tests, with twins: cases that another recipe's case covers nearly whole
+test-all: $(READY)  ##m run all tests, with redundant ones: cases that another recipe's case covers nearly whole
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-# As on a CPU with AVX2 alone, which rounds otherwise than one with AVX-512 or AMX: a bound that fits
-# one CPU is found here.
 test-oldest: export ATEN_CPU_CAPABILITY := avx2
 test-oldest: export ONEDNN_MAX_CPU_ISA := AVX2
 test-oldest: export MKL_ENABLE_INSTRUCTIONS := AVX2
 test-oldest: $(OLDEST)/ready  ##m run the tests with pyproject.toml's lower bounds, as on a CPU with AVX2 alone
 	$(OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 
-quick: $(READY)  ##m run the tests that are not marked slow or twin
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not twin" $(ARGS)
+quick: $(READY)  ##m run the tests that are not marked slow or redundant
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not redundant" $(ARGS)
+
+mutants: $(READY)  ##m change one thing of the recipes and tools at a time: which is missed by all tests? ARGS="--only Run --sample 20"
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 sync:  ## copy the shared block of ddp_cifar.py into the other recipes; COPY=../mine/train.py: into your copy
 	$(PYTHON) tools/sync.py $${COPY:+"$$COPY"}
@@ -115,4 +115,4 @@ $(READY) $(OLDEST)/ready: %/ready: %/run
 	$(@D)/bin/pip install --quiet --constraint $(if $(findstring oldest,$@),constraints-oldest.txt,constraints.txt) --editable '.[test,lint]'
 	touch $@
 
-.PHONY: help demo train bench new add check plot results test test-all test-oldest quick sync lint clean
+.PHONY: help demo train bench new add check plot results test test-all test-oldest quick mutants sync lint clean

@@ -104,6 +104,8 @@ def photo_folders(args):
         classes = photo_classes(args)
         train_set = PhotoRows(args.photos, classes, transform, args)
         return train_set, PhotoRows(args.test, classes, test_transform, args)
+    if not Path(args.photos).is_dir():
+        exit_with_error(f"--photos {args.photos}: no such folder. If they are rows, set --test")
     train_set = Photos(f"{args.photos}/train", transform)
     test_set = Photos(f"{args.photos}/test", test_transform)
     if train_set.classes != test_set.classes:  # the same label would be another class

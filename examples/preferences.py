@@ -27,16 +27,15 @@ Group: language. Recipes: ddp, amp, sharded.
 """
 
 import json
-from functools import partial
 
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
+from lib.chat import TARGETS, add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
+from lib.once import made_once, tokenizer_key
 from lib.order import Ordered, by_length
 from lib.pairs import Pairs, Reference, conversation, log_probabilities
-from lib.rows import read_lines
 from lib.turns import check_keys
 from sft import build_model, make_optimizer
 
@@ -67,15 +66,22 @@ def load_data(args, accelerator):
         pair = [samples_of(tokenizer, x, args, row.get("tools"), first) for x in both]
         if max(map(len, pair)) > 1:
             raise ValueError("several answers differ, and the chat template changes earlier ones")
-        return [[*pair[0], *pair[1]]] if all(pair) else []
+        return [*pair[0], *pair[1]] if all(pair) else []
 
     def collate(batch):
         *pairs, reference = zip(*batch, strict=True)
         sequences = pad_chats([sequence for pair in zip(*pairs, strict=True) for sequence in pair])
         return sequences.unflatten(0, (-1, 2)), torch.stack(reference)
 
-    form = json.dumps(dict.fromkeys((args.prompt, args.chosen, args.rejected), "..."))
-    train, test = read_chats(args.pairs, args, partial(read_lines, form=form, make=samples))
+    columns = args.prompt, args.chosen, args.rejected
+    form = json.dumps(dict.fromkeys(columns, "..."))
+    key = tokenizer_key(tokenizer), args.length, columns
+
+    def read(source):
+        rows = made_once(args, source, form, samples, key, TARGETS)
+        return [[row] if row else [] for row in rows]
+
+    train, test = read_chats(args.pairs, args, read)
     lengths = torch.tensor([max(map(len, x)) for x in train])
     train_set = Ordered(Pairs(train), args.seed, by_length, lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": collate}

@@ -37,10 +37,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.chat import add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
+from lib.chat import TARGETS, add_chat_flags, chat_tokenizer, pad_chats, read_chats, samples_of
 from lib.fine_tuning import make_optimizer
+from lib.once import made_once, tokenizer_key
 from lib.order import Ordered, by_length
-from lib.rows import read_lines
 from lib.token_losses import token_losses, with_token_losses
 from lib.turns import check_keys
 
@@ -62,7 +62,9 @@ def load_data(args, accelerator):
         return samples_of(tokenizer, row["messages"], args, row.get("tools"))
 
     form = '{"messages": [{"role": ..., "content": ...}, ...]}'
-    train, test = read_chats(args.chats, args, partial(read_lines, form=form, make=samples))
+    key = tokenizer_key(tokenizer), args.length
+    read = partial(made_once, args, form=form, make=samples, key=key, counts=TARGETS)
+    train, test = read_chats(args.chats, args, read)
     lengths = torch.tensor([len(x) for x in train])
     train_set = Ordered(train, args.seed, by_length, lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": pad_chats}

@@ -1,6 +1,6 @@
 # Parts of a copy, not a program: make new COPY=../mine.py WITH=table
 # SPDX-License-Identifier: Apache-2.0
-r"""Train a small network on the columns of a Parquet, CSV or TSV file: a regression.
+"""Train a small network on the columns of a Parquet, CSV or TSV file: a regression.
 
     python tools/toy.py table
     accelerate launch --config_file accelerate_configs/2gpu.yaml mine.py \\

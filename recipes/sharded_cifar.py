@@ -634,7 +634,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 78ef9894a0e9: identical in all recipes, edit only above it
+# ================= shared infrastructure 87daf7093f37: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1477,8 +1477,9 @@ def log_line(message):
 
 def log_error(message):
     """Print an error in one line. The launcher repeats it in its last lines."""
-    message = log_line(f"error: {message}")
+    line = log_line(f"error: {message}")
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = line.partition(": error: ")[2]
         report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": report}))

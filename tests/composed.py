@@ -10,7 +10,7 @@ from importlib import metadata
 
 import new
 import numpy
-from conftest import LITTLE_DATA
+from conftest import FEW_IMAGES
 from PIL import Image
 from processes import ROOT, forked
 
@@ -45,7 +45,7 @@ SMALLER = {
 def make(path, recipe, *examples, replaced=()):
     """Write a copy with texts replaced, each of which is in it once. Return its path."""
     text = new.compose(new.RECIPES[recipe], path.name, recipe, examples)
-    for larger, smaller in [LITTLE_DATA, *WITHOUT_WORKERS, *SMALLER.get(examples[0], [])]:
+    for larger, smaller in [FEW_IMAGES, *WITHOUT_WORKERS, *SMALLER.get(examples[0], [])]:
         text = text.replace(larger, smaller)
     for before, after in replaced:
         assert text.count(before) == 1, before

@@ -42,7 +42,7 @@ needs_real_data = pytest.mark.skipif(
     not (REAL_DATA / "cifar-10-batches-py").is_dir(),
     reason=f"no CIFAR-10 in {REAL_DATA} (set CIFAR10_DIR)",
 )
-SMALL = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
+CNN = ["--data", "synthetic", "--model", "simple_cnn", "--cpu"]
 
 
 class Exit(Exception):
@@ -187,14 +187,14 @@ def project(name, **chosen):
 
 
 SYNTHETIC_DATA = "synthetic_images(5120, seed=1), synthetic_images(1024, seed=2)"
-LITTLE_DATA = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
+FEW_IMAGES = SYNTHETIC_DATA, "synthetic_images(256, seed=1), synthetic_images(64, seed=2)"
 # The layers of simple_cnn, which would take most of a short training's time, with fewer channels.
 NARROW = (
     ("nn.Conv2d(3, 64, 3, padding=1), nn.ReLU()", "nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()"),
     ("nn.Conv2d(64, 128, 3", "nn.Conv2d(8, 16, 3"),
     ("nn.Linear(128, 10)", "nn.Linear(16, 10)"),
 )
-LITTLE = LITTLE_DATA, *NARROW
+SHORT = FEW_IMAGES, *NARROW
 
 # What torch.compile imports in a training, for `forked`.
 COMPILER = ["torch._inductor.compile_fx", "torch._inductor.codegen.cpp"]
@@ -229,8 +229,8 @@ def copies(request, tmp_path_factory):
 
 def described_copy(directory, recipe, *replacements, project="", flags=(), **run):
     directory.mkdir()
-    script = copy(recipe, directory / "mine.py", *LITTLE, *replacements, project=project)
-    flags = [*SMALL, "--max-steps", 2, "--log-every", 1, "--output-dir", "run", *flags]
+    script = copy(recipe, directory / "mine.py", *SHORT, *replacements, project=project)
+    flags = [*CNN, "--max-steps", 2, "--log-every", 1, "--output-dir", "run", *flags]
     common = {"processes": 1, "script": script, "directory": directory, "flags": flags}
     # As under a launcher, which ends all processes soon after the first has failed.
     return {**common, "grace": 0.5, "terminate": True, **run}

@@ -32,7 +32,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
 FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
-FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync", "weights")]
+FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync")]
 SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
 # The test files that reach a function of this name, class or file, the quickest first. The others
 # are those of `recipes`.
@@ -41,19 +41,14 @@ TESTS = {
     "Checkpoints": "checkpoints resume sharded own_mistakes",
     "save": "checkpoints own_mistakes hangs",
     "Watcher": "interruption hangs",
-    "report": "hangs",
-    "identify": "hangs",
     "exit_if_ranks_differ": "ranks checkpoints",
     "broadcast_state": "checkpoints resume sharded",
     "lock_output_directory": "interruption checkpoints tracker_and_weights",
     "choose_device": "launch devices configs",
     "join_process_group": "launch ranks interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
-    "exit_if_config_is_ignored": "launch",
     "load_weights": "errors own_mistakes tracker_and_weights",
-    "fitting": "errors tracker_and_weights",
     "SeededSamples": "data training own_mistakes recipes",
-    "make_reproducible": "own_mistakes data training",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
     "recipes/pipeline_cifar.py": "pipeline own_mistakes resume errors",
     "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
@@ -61,21 +56,18 @@ TESTS = {
     "tools/new.py": "new",
     "tools/shared_block.py": "sync new",
     "tools/sync.py": "sync",
-    "tools/weights.py": "sharded tracker_and_weights",
 }
 
 
 def mutants(text):
     """Yield (function with its classes, its text, what is changed, text of the mutated file)."""
-    starts = [0]
-    for line in text.encode().splitlines(keepends=True):
+    data, starts = text.encode(), [0]
+    for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
     def span(node):
         lines = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         return [starts[line - 1] + column for line, column in lines]
-
-    data = text.encode()
 
     def cut(begin, end, new=""):
         return (data[:begin] + new.encode() + data[end:]).decode()
@@ -163,7 +155,7 @@ def failed(clone, test, limit):
     has imported what the tests import, in a group of its own."""
     file, _, name = test.partition("::")
     words = [f"tests/test_{file}.py", *(["-k", name] if name else []), "--basetemp", f"{clone}/tmp"]
-    words += ["-qx", "-m", "not twin and not cluster", "-p", "no:cacheprovider"]
+    words += ["-qx", "-m", "not redundant and not cluster", "-p", "no:cacheprovider"]
     words += ["--deselect", "tests/test_sync.py::test_the_block_that_is_compared_is_the_whole"]
     with tempfile.TemporaryFile("w+") as output:
         if (pid := os.fork()) == 0:
@@ -196,7 +188,7 @@ def examine(clone, key, path, mutated, limit):
 
 
 def run(chosen, found, known, limit):
-    """Examine the chosen mutants that are not known, in a clone, and note the results."""
+    """Examine the chosen mutants in a clone, and note the results."""
     with tempfile.TemporaryDirectory() as temporary, RESULTS.open("a", buffering=1) as file:
         clone = Path(temporary, "clone")
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
@@ -207,8 +199,6 @@ def run(chosen, found, known, limit):
         server = importlib.import_module("conftest").fork_server()
         for key in chosen:
             path, mutated, function = found[key]
-            if (key, function) in known:
-                continue
             began = time.monotonic()
             seen = known[key, function] = examine(clone, key, path, mutated, limit)
             for process in psutil.Process(server.pid).children(recursive=True):
@@ -232,17 +222,19 @@ def main():
     chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
     print(f"{len(chosen)} of {len(found)} mutants", flush=True)
     if args.list:
-        sys.exit("\n".join(chosen))
+        print("\n".join(chosen))
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
     lines = map(json.loads, RESULTS.read_text().splitlines())
     known = {(line["mutant"], line["function"]): line["seen"] for line in lines}
-    run(chosen, found, known, args.limit)
+    if new := [key for key in chosen if (key, found[key][2]) not in known]:
+        run(new, found, known, args.limit)
     reasons = dict(x.split(" | ") for x in ACCEPTED.read_text().splitlines())
     survivors = [key for key in chosen if known[key, found[key][2]] is None]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} are seen")
     print(dict(Counter(reasons.get(key, "not listed") for key in survivors)))
-    sys.exit("\n".join(key for key in survivors if key not in reasons))
+    sys.exit("\n".join(key for key in survivors if key not in reasons) or 0)
 
 
 if __name__ == "__main__":

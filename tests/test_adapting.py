@@ -137,11 +137,11 @@ def directory(tmp_path_factory):
 
 def case(task, recipe, *more):
     """A parameter of the test, with more flags. amp is ddp plus autocast."""
-    twin = recipe == "amp" or task not in (IN_DDP if recipe == "ddp" else IN_OTHERS)
+    redundant = recipe == "amp" or task not in (IN_DDP if recipe == "ddp" else IN_OTHERS)
     if "--lanes" in more:
-        twin = (task, recipe) != ("sft", "ddp")
+        redundant = (task, recipe) != ("sft", "ddp")
     name = "-".join((task, recipe, *more)).replace("/", " ")
-    return pytest.param(task, recipe, more, marks=[pytest.mark.twin] * twin, id=name)
+    return pytest.param(task, recipe, more, marks=[pytest.mark.redundant] * redundant, id=name)
 
 
 @pytest.mark.parametrize(

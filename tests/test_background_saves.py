@@ -6,8 +6,8 @@ import re
 import pytest
 from composed import make
 from conftest import (
-    LITTLE_DATA,
-    SMALL,
+    CNN,
+    FEW_IMAGES,
     assert_identical,
     assert_same_training,
     begin_of,
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 RECIPES = ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sharded", "pipeline"))]
 WRITER = {"ddp": 0, "sharded": 1, "pipeline": 0}  # a rank that writes
-FLAGS = [*SMALL, "--batch-size", 16, "--max-steps", 8, "--checkpoint-every", 1, "--log-every", 1]
+FLAGS = [*CNN, "--batch-size", 16, "--max-steps", 8, "--checkpoint-every", 1, "--log-every", 1]
 
 
 def train(recipe, directory, *cases):
@@ -30,7 +30,7 @@ def train(recipe, directory, *cases):
     script = make(directory / "mine.py", recipe, "background_saves")
     end = '\n\nif __name__ == "__main__":'
     script.write_text(script.read_text().replace(end, own + end))
-    plain = copy(f"{recipe}_cifar", directory / "plain.py", LITTLE_DATA)
+    plain = copy(f"{recipe}_cifar", directory / "plain.py", FEW_IMAGES)
     flags = [*FLAGS, *(["--chunks", 2] if recipe == "pipeline" else []), "--output-dir"]
     common = {"processes": 2, "directory": directory, "grace": 1, "terminate": True}
     runs = [{**common, "script": plain, "flags": [*flags, "whole", "--keep", 9]}]

@@ -127,7 +127,7 @@ def test_the_baseline_is_measured_between_its_last_two_lines_of_losses():
 
 
 @pytest.mark.slow
-@pytest.mark.twin
+@pytest.mark.redundant
 def test_nccl_py_passes_good_recipes_and_finds_a_sum_in_place_of_a_mean(tmp_path):
     """Over gloo, where both ranks of sharded are wrong alike."""
     mean = '.get("weight", 1)).mean()'

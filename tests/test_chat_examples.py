@@ -169,6 +169,7 @@ def test_a_key_of_a_row_is_used_or_harmless(key):
 
 
 def test_notes_are_said_once(tokenizer, capsys):
+    lib.chat.say.cache_clear()
     beside = {**calling({}), "content": "I look."}
     tokenizer.chat_template = writing("{{ x.content if not x.tool_calls }}{{ x.tool_calls }}")
     for _ in range(2):
@@ -201,6 +202,22 @@ def test_an_answer_that_does_not_follow_its_prompt_is_said_once(tokenizer, capsy
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("answer", ["<answer>4</answer>", "</think>4"])
+def test_an_answer_that_begins_like_its_prompt_loses_nothing(answer, tokenizer):
+    """Whether the message or the template writes what is alike."""
+    for content, given in (("{{ x.content }}", answer), (f"{answer[:-1]}{{{{ x.content }}}}", "4")):
+        tokenizer.chat_template = writing(content, prompt="<think>\n")
+        targets = tokenized(tokenizer, chat("a", given), ARGS)[:, 1]
+        trained = tokenizer.decode(targets[targets != -100])
+        assert trained in (f"{answer}<|end|>", f"{answer[:-1]}4<|end|>")
+
+
+def test_a_token_of_two_messages_is_an_error(tokenizer):
+    tokenizer.chat_template = "{% for x in messages %}{{ x.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 2 shares a token with another one"):
+        lib.chat.samples_of(tokenizer, chat("us", "er"), ARGS)
+
+
 ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
     "an eos": (PLAIN, 4, [4], None),
     "one of several": (PLAIN, [2, 4], [2, 4], None),
@@ -226,7 +243,7 @@ def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(case, base, tmp_path, m
     (args.base / "generation_config.json").write_text(json.dumps(config))
     lines = []
     monkeypatch.setattr("lib.chat.log_line", lines.append)
-    lib.chat.note.cache_clear()
+    lib.chat.say.cache_clear()
     lib.chat.chat_tokenizer(args, SimpleNamespace(is_main_process=True))
     saved = json.loads((args.output_dir / "generation_config.json").read_text())
     assert (saved["eos_token_id"], saved["temperature"]) == (expected, 0.5)

@@ -29,7 +29,7 @@ TRAITS = {
         ("", "[INST] {} ", "[/INST]"),
         ("", "", "<|end|>"),
     ],
-    "prompt": ["header"] * 5 + ["header unless behind an answer", "nothing", "header always"],
+    "prompt": ["header", "header", "header unless behind an answer", "nothing", "header always"],
     "end": ["<|end|>", "<|end|>\n", "</s>", " </s>\n", "", " ", "\n\n"],
     "end of whole": ["", "", "", "<s>"],  # behind an answer that is the last message
     "thought": [
@@ -37,13 +37,13 @@ TRAITS = {
         ("<thinking>", "</thinking>"),
         ("thought: ", "\n"),
     ],
-    "opens": ["nothing", "nothing", "thought", "empty thought"],  # in a prompt, behind the header
+    "opens": ["nothing", "thought", "empty thought"],  # in a prompt, behind the header
     "without": ["nothing", "nothing", "end", "empty", "empty if last"],  # reasoning: an answer has
-    "reasoning": ["all", "all", "last", "none"],
-    "marked": ["nothing", "nothing", "answer", "answer without its end"],
+    "reasoning": ["all", "all", "all", "last", "last", "none"],
+    "marked": ["nothing"] * 4 + ["answer", "answer without its end"],
     "strip": [False, True],
     "text beside call": [True, True, False],
-    "tools": ["if any"] * 4 + ["needed"],
+    "tools": ["if any"] * 9 + ["needed"],
     "system": [True] * 9 + [False],
 }
 
@@ -70,7 +70,7 @@ def draw_chat(rng):
             calls = {"content": rng.choice([None, draw_text(rng)]), "tool_calls": [call]}
             messages.append({"role": "assistant", **calls})
             messages.append({"role": "tool", "content": draw_text(rng)})
-        for _ in range(rng.choice([1, 1, 1, 2])):
+        for _ in range(rng.choice([1, 1, 2])):
             messages.append({"role": "assistant", "content": draw_text(rng)})
             if rng.random() < 0.3:
                 messages[-1]["reasoning_content"] = draw_text(rng).strip() + "!"

@@ -12,12 +12,12 @@ import check
 import pytest
 import running
 import torch
-from conftest import LITTLE, MEASURED, SMALL, copy, project
+from conftest import CNN, MEASURED, SHORT, copy, project
 from processes import ROOT, execute, launch, run
 from rich.console import Console
 
 STEPS = 5
-FLAGS = [*SMALL, "--batch-size", "8"]
+FLAGS = [*CNN, "--batch-size", "8"]
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def checked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(running, "execute", execute)
 
     def run(recipe, *replacements, flags=(), steps=("--max-steps", str(STEPS)), **chosen):
-        copy("sharded_cifar", tmp_path / "sharded.py", *LITTLE, project=project("checked"))
-        lines, text = [*LITTLE, *replacements], project("checked", **chosen)
+        copy("sharded_cifar", tmp_path / "sharded.py", *SHORT, project=project("checked"))
+        lines, text = [*SHORT, *replacements], project("checked", **chosen)
         copy(f"{recipe}_cifar", tmp_path / "my copy.py", *lines, project=text)
         monkeypatch.setattr(sys, "argv", ["check.py", "my copy.py", *FLAGS, *steps, *flags])
         with pytest.raises(SystemExit) as end:
@@ -51,11 +51,13 @@ GOOD = {  # flags, processes of the runs
 
 
 # test_adapting.py checks copies of sharded and of the pipeline with examples.
-TWINS = [pytest.param(name, marks=pytest.mark.twin) for name in ("amp", "sharded", "pipeline")]
+REDUNDANT = [
+    pytest.param(name, marks=pytest.mark.redundant) for name in ("amp", "sharded", "pipeline")
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ddp", *TWINS])
+@pytest.mark.parametrize("recipe", ["ddp", *REDUNDANT])
 def test_a_good_copy_is_the_same_in_every_way(recipe, checked):
     """Also its dropout and its random loss. That these depend on the microbatches is reported."""
     flags, processes = GOOD[recipe]
@@ -371,7 +373,7 @@ def test_the_command_with_its_launcher(tmp_path):
     text = f"import beside\n{project('checked')}"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/beside.py").write_text("")
-    copy("ddp_cifar", tmp_path / "mine/train.py", *LITTLE, project=text)
+    copy("ddp_cifar", tmp_path / "mine/train.py", *SHORT, project=text)
     command = [sys.executable, ROOT / "tools/check.py", "mine/train.py", *FLAGS, "--max-steps", 5]
     process = launch([*command, "--processes", 1], cwd=tmp_path)
     row = r"1 process, killed +1 process +(\d+) of \1 +0 of 0, loss, step 1 +bit for bit"

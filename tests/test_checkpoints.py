@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    LITTLE,
-    LITTLE_DATA,
-    SMALL,
+    CNN,
+    FEW_IMAGES,
+    SHORT,
     assert_identical,
     assert_same_training,
     begin_of,
@@ -71,8 +71,8 @@ ORDER = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
-    script = copy(recipe, tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
-    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
+    script = copy(recipe, tmp_path / "mine.py", FEW_IMAGES, project=DISTURBED)
+    flags = [*CNN, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
     flags += ["--log-every", 1, "--output-dir"]
     one = {"processes": 2, "script": script, "directory": tmp_path, "grace": 0.5}
     kills = [{"DISTURB": json.dumps(kill)} for *kill, _ in KILLS[recipe]]
@@ -192,8 +192,8 @@ def test_all_ranks_get_the_checkpoint_or_none_resumes(recipe, tmp_path):
     the rank. A flag that was added to the recipe later does not hinder resuming."""
     second = "1" if recipe == "sharded_cifar" else "0"
     readers = {"OSError": "0", "MemoryError": second}  # by which error they fail
-    script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=project("checkpoints"))
-    flags = [*SMALL, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
+    script = copy(recipe, tmp_path / "mine.py", *SHORT, project=project("checkpoints"))
+    flags = [*CNN, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
     again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
     later = {**again, "env": {"LATER": "1"}}
     ends = {"grace": 0.5, "terminate": True}

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import (
+    CNN,
     CONFIGS,
     IN_FLOAT64,
-    LITTLE,
     ROUNDING,
-    SMALL,
+    SHORT,
     Exit,
     assert_same_training,
     copy,
@@ -44,8 +44,8 @@ LAYOUTS = [(1, 64, 1), (2, 9, 4), (8, 128, 1)]
 
 @pytest.mark.slow
 def test_any_number_of_processes_and_any_accumulation_train_the_same(tmp_path):
-    script = copy("ddp_cifar", tmp_path / "ddp.py", *LITTLE, project=IN_FLOAT64)
-    flags = [*SMALL, "--global-batch-size", 64, "--max-steps", STEPS, "--lr", 0.4, "--batch-size"]
+    script = copy("ddp_cifar", tmp_path / "ddp.py", *SHORT, project=IN_FLOAT64)
+    flags = [*CNN, "--global-batch-size", 64, "--max-steps", STEPS, "--lr", 0.4, "--batch-size"]
     runs = [(processes, script, [*flags, batch]) for processes, batch, _ in LAYOUTS]
     results = train_forked(tmp_path, *runs)
     for (processes, _, accumulation), result in zip(LAYOUTS, results, strict=True):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LITTLE, SMALL, Exit, assert_same_training, copy, load, project
+from conftest import CNN, SHORT, Exit, assert_same_training, copy, load, project
 from processes import train_forked
 
 
@@ -16,8 +16,8 @@ def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path
     dropout = "nn.Flatten(), nn.Linear(16", "nn.Flatten(), nn.Dropout(), nn.Linear(16"
     runs = []
     for recipe in ("data_parallel_cifar", "ddp_cifar"):
-        script = copy(recipe, tmp_path / f"{recipe}.py", *LITTLE, dropout)
-        runs.append((1, script, [*SMALL, "--batch-size", 64, "--max-steps", 6]))
+        script = copy(recipe, tmp_path / f"{recipe}.py", *SHORT, dropout)
+        runs.append((1, script, [*CNN, "--batch-size", 64, "--max-steps", 6]))
     result, reference = train_forked(tmp_path, *runs)
     assert len(result.train) == 6
     assert_same_training(reference, result, 0)
@@ -53,8 +53,8 @@ torch.cuda.device_count = lambda: 2
 
 def test_cpu_means_no_gpu_whatever_torch_sees_and_no_process_group_is_open_at_the_end(tmp_path):
     text = GPUS_THAT_STAY + project("data_parallel")
-    script = copy("data_parallel_cifar", tmp_path / "mine.py", *LITTLE, project=text)
-    (result,) = train_forked(tmp_path, (1, script, [*SMALL, "--batch-size", 64, "--max-steps", 1]))
+    script = copy("data_parallel_cifar", tmp_path / "mine.py", *SHORT, project=text)
+    (result,) = train_forked(tmp_path, (1, script, [*CNN, "--batch-size", 64, "--max-steps", 1]))
     assert result.summary["device"] == "cpu" and result.summary["replicas"] == 1
     assert "open at the end: False" in result.output
 

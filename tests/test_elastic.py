@@ -7,10 +7,10 @@ import sys
 import psutil
 import pytest
 from conftest import (
+    CNN,
     IN_FLOAT64,
     NARROW,
     ROUNDING,
-    SMALL,
     SYNTHETIC_DATA,
     assert_same_training,
     copy,
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 30  # of three epochs
 DATA = SYNTHETIC_DATA, "synthetic_images(640, seed=1), synthetic_images(64, seed=2)"
-FLAGS = [*SMALL, "--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5]
+FLAGS = [*CNN, "--batch-size", 32, "--global-batch-size", 64, "--checkpoint-every", 5]
 FLAGS += ["--epochs", 3, "--keep", 9, "--lr", 0.02, "--log-every", 1]
 # The defaults are 30 s for others to come, and 3 x 5 s until a machine that is silent is left out.
 # One that lives is silent for two intervals, and for longer where others use the cores, too.

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ACCELERATE, CONFIGS, SMALL, Exit, load
+from conftest import ACCELERATE, CNN, CONFIGS, Exit, load
 from processes import ROOT, forked, launch
 from safetensors.torch import save_file
 
@@ -61,7 +61,7 @@ def test_a_launcher_that_is_told_to_use_the_cpu_is_heard(monkeypatch):
 def test_an_output_directory_that_cannot_be_written_is_one_line(tmp_path):
     one = {"processes": 1, "script": RECIPE, "directory": tmp_path}
     directories = [f"{RECIPE}/runs", "/proc/nowhere"]
-    runs = [{**one, "flags": [*SMALL, "--output-dir", directory]} for directory in directories]
+    runs = [{**one, "flags": [*CNN, "--output-dir", directory]} for directory in directories]
     for directory, (codes, output) in zip(directories, forked(runs, tmp_path), strict=True):
         (line,) = output.splitlines()
         assert codes == [1] and line.startswith("ddp_cifar: error: ") and directory in line
@@ -151,7 +151,7 @@ def test_weights_with_the_head_of_another_task_load_as_far_as_they_fit(tmp_path,
 @pytest.mark.slow
 def test_the_last_lines_on_the_screen_are_the_error():
     """The launcher prints 40 lines after those of the recipe."""
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], RECIPE, *SMALL, "--lr", 0]
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], RECIPE, *CNN, "--lr", 0]
     process = launch(command, check=False)
     lines = process.stderr.strip().splitlines()
     assert process.returncode and "argument --lr: 0.0 is not above 0" in lines[-2], process.stderr
@@ -166,8 +166,8 @@ PROCESSES = {"processes": 2, "script": RECIPE, "grace": 0.5, "terminate": True}
 def test_an_error_of_all_processes_is_printed_once(tmp_path, no_network):
     """Before and in a process group. As the launcher does, the test ends all of them as soon as one
     has exited: also those that do not know of the error yet."""
-    missing = [*SMALL, "--data", "cifar10", "--data-dir", "nowhere"]
-    said = {"argument --lr: ": [*SMALL, "--lr", "fast"], "--data-dir nowhere": missing}
+    missing = [*CNN, "--data", "cifar10", "--data-dir", "nowhere"]
+    said = {"argument --lr: ": [*CNN, "--lr", "fast"], "--data-dir nowhere": missing}
     runs = [{**PROCESSES, "flags": flags, "directory": tmp_path} for flags in said.values()]
     for words, (codes, output) in zip(said, forked(runs, tmp_path, together=2), strict=True):
         assert codes[0] == 2 and codes[1] in (2, -15), output

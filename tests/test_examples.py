@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import make, rates_of
-from conftest import NARROW, ROUNDING_FLOAT32, SMALL, Exit, load
+from conftest import CNN, NARROW, ROUNDING_FLOAT32, Exit, load
 from lazy import fine_tune, lora, segmentation, sklearn, transformers
 from PIL import Image
 from processes import train_forked
@@ -69,7 +69,7 @@ def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(
     script = make(tmp_path / "mine.py", *names, replaced=NARROW)
     without = "for block in shard_units(model):\n", "for block in ():\n"
     plain = make(tmp_path / "plain.py", *names, replaced=[*NARROW, without])
-    flags = [*SMALL, "--batch-size", 64, "--max-steps", 3]
+    flags = [*CNN, "--batch-size", 64, "--max-steps", 3]
     ours, exact = train_forked(tmp_path, (2, script, flags), (2, plain, flags))
     torch.testing.assert_close(ours.weights, exact.weights, rtol=0, atol=0)
 
@@ -368,7 +368,7 @@ def test_two_optimizers_may_have_two_rates(tmp_path):
     """In a copy whose owner gave AdamW a tenth of Muon's rate."""
     edited = '[{"params": others}]', '[{"params": others, "lr": args.lr / 10}]'
     script = make(tmp_path / "mine.py", "ddp", "second_optimizer", replaced=[edited])
-    (run,) = train_forked(tmp_path, (1, script, [*SMALL, "--lr", 1e-3, "--max-steps", 2]))
+    (run,) = train_forked(tmp_path, (1, script, [*CNN, "--lr", 1e-3, "--max-steps", 2]))
     assert run.summary["peak_learning_rate"] == pytest.approx([1e-3, 1e-4])
 
 
@@ -407,7 +407,7 @@ def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
     replaced = [("PATIENCE = 5", "PATIENCE = 2"), (evaluated, given), *NARROW]
     added = "best_weights", "trace", "validation"
     script = make(tmp_path / "mine.py", "ddp", *added, replaced=replaced)
-    flags = [*SMALL, "--batch-size", 64, "--epochs", 9, "--keep", 9]
+    flags = [*CNN, "--batch-size", 64, "--epochs", 9, "--keep", 9]
     (run,) = train_forked(tmp_path, (1, script, flags))
     *evaluations, last = run.evaluations
     losses = [line["validation_loss"] for line in evaluations]

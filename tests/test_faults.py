@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
-from conftest import LITTLE, SMALL, copy
+from conftest import CNN, SHORT, copy
 from processes import ROOT, launch
 
 pytestmark = pytest.mark.slow
 
-FLAGS = [*SMALL, "--batch-size", "8", "--epochs", "2", "--checkpoint-every", "4", "--threads", "1"]
+FLAGS = [*CNN, "--batch-size", "8", "--epochs", "2", "--checkpoint-every", "4", "--threads", "1"]
 FORGETFUL = (
     "            if is_wanted:\n",
     '            if is_wanted and name != "optimizer":\n',
@@ -38,7 +38,7 @@ COPIES = {
 
 def case(name):
     """A parameter of the test. In `make test`, the quickest is enough."""
-    return pytest.param(name, marks=[pytest.mark.twin] * (name != "removed"))
+    return pytest.param(name, marks=[pytest.mark.redundant] * (name != "removed"))
 
 
 @pytest.mark.parametrize("name", [case(x) for x in COPIES])
@@ -46,7 +46,7 @@ def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_
     """The seed is one whose faults come after a checkpoint."""
     recipe, kinds, faults, processes, replacements, project, error = COPIES[name]
     path = tmp_path / f"{name}.py"
-    script = copy(f"{recipe}_cifar", path, *LITTLE, *replacements, project=project)
+    script = copy(f"{recipe}_cifar", path, *SHORT, *replacements, project=project)
     command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
     command += ["--processes", processes, "--limit", 20, "--seed", 32, "--kinds", *kinds]
     command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]

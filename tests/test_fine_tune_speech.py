@@ -169,6 +169,7 @@ def test_convolutions_are_frozen_and_no_layer_is_skipped(data, tmp_path):
 
 def test_utterances_of_similar_lengths_make_a_global_batch(data):
     args = SimpleNamespace(base=str(data / "wav2vec2"), language=None, seed=0)
+    args.audio, args.text = "audio", "text"
     args.train, args.test = (data / f"speech/{x}.tsv" for x in ("train", "test"))
     args.batch_size, args.global_batch_size = 5, 15
     train, _ = fine_tune_speech.load_data(args, SimpleNamespace(is_main_process=False))

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GPUS, SMALL, VISIBLE, copy, project
+from conftest import CNN, GPUS, VISIBLE, copy, project
 from processes import ROOT, answers, outputs, run, train_forked
 
 ONE_GPU = {"PYTHONPATH": str(ROOT / "benchmarks/one_gpu")}
 
-SYNTHETIC = SMALL[:-1]  # without --cpu
+SYNTHETIC = CNN[:-1]  # without --cpu
 TRAINING = ["--global-batch-size", 64, "--max-steps", 30, "--lr", 0.4, "--log-every", 1]
 
 
@@ -50,7 +50,7 @@ def losses(result):
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
     """The training of one process on CPU, which has learned something."""
-    run = (1, ROOT / "recipes/ddp_cifar.py", [*SMALL, *TRAINING, "--batch-size", 64])
+    run = (1, ROOT / "recipes/ddp_cifar.py", [*CNN, *TRAINING, "--batch-size", 64])
     (result,) = train_forked(tmp_path_factory.mktemp("cpu"), run)
     assert losses(result)[0] - losses(result)[-1] > 0.5, "equal losses would prove nothing"
     return result

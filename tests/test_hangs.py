@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NARROW, SMALL, SYNTHETIC_DATA, copy, load, project
+from conftest import CNN, NARROW, SYNTHETIC_DATA, copy, load, project
 from processes import PROGRAMS, forked, outputs
 from torch import distributed
 
@@ -17,7 +17,7 @@ recipe = load("recipes/ddp_cifar.py")
 pytestmark = pytest.mark.slow
 
 HOST = socket.gethostname()
-FEW = SYNTHETIC_DATA, "synthetic_images(320, seed=1), synthetic_images(160, seed=2)"
+IMAGES = SYNTHETIC_DATA, "synthetic_images(320, seed=1), synthetic_images(160, seed=2)"
 TIMEOUT = 10  # seconds: sixteen processes share the cores, and take a step in less
 # Names of programs/overrides/hangs.py: how it stalls, and the functions of the recipe that do.
 SLEEP, STOP = "sleep", "stop"
@@ -54,8 +54,8 @@ def described(directory, name, processes, recipe, where, how, _):
     directory.mkdir()
     chosen = {"STALLING": processes - 1, "LONGER": 1.25 * TIMEOUT, "stall": how, **where}
     text = project("hangs", **chosen)
-    script = copy(recipe, directory / "mine.py", FEW, *NARROW, project=text)
-    flags = [*SMALL, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
+    script = copy(recipe, directory / "mine.py", IMAGES, *NARROW, project=text)
+    flags = [*CNN, "--output-dir", "run", "--hang-timeout", TIMEOUT, "--batch-size", 16]
     flags += ["--epochs", 2 if where in (SLOW, COMPILES) else 1000]
     flags += ["--compile"] if where == COMPILES else []
     run = {"processes": processes, "script": script, "directory": directory, "flags": flags}
@@ -115,7 +115,7 @@ def test_a_rank_in_the_broadcast_of_a_signal_waits_for_others_and_takes_the_resu
 
     sent, store = torch.zeros(1, dtype=torch.int64), distributed.HashStore()
     run = SimpleNamespace(store=store, cpu_group=None, directory=tmp_path)
-    watcher = SimpleNamespace(run=run, sent=sent, received=0, progress=0, timeout=1)
+    watcher = SimpleNamespace(run=run, sent=sent, received=0, steps=0, timeout=1)
     watcher.pending = SimpleNamespace(wait=wait)
     watcher.library, watcher.identify = recipe.Watcher.library, lambda: None
     assert recipe.Watcher.agreed_signal(watcher) == signal.SIGTERM

@@ -9,10 +9,10 @@ import subprocess
 import pytest
 from conftest import (
     ACCELERATE,
+    CNN,
+    FEW_IMAGES,
     IN_FLOAT64,
-    LITTLE_DATA,
     ROUNDING,
-    SMALL,
     SYNTHETIC_DATA,
     assert_same_training,
     copy,
@@ -54,7 +54,7 @@ PROBLEM = find_problem()
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")]
 
-FLAGS = [*SMALL, "--batch-size", 16, "--lr", 0.02, "--log-every", 1]
+FLAGS = [*CNN, "--batch-size", 16, "--lr", 0.02, "--log-every", 1]
 # Of 512 steps: the packets are lost before the first save, in which a hang is not detected.
 LONG_EPOCH = SYNTHETIC_DATA, "synthetic_images(2**14, seed=1), synthetic_images(64, seed=2)"
 
@@ -107,7 +107,7 @@ def launched(hosts, directory, script, *flags):
 
 def test_two_hosts_train_like_one(hosts, tmp_path):
     """A pipeline, whose stages are on different hosts."""
-    script = copy("pipeline_cifar", tmp_path / "mine.py", LITTLE_DATA, project=IN_FLOAT64)
+    script = copy("pipeline_cifar", tmp_path / "mine.py", FEW_IMAGES, project=IN_FLOAT64)
     with launched(hosts, tmp_path, script, "--max-steps", 4) as results:
         (one,) = train_forked(tmp_path, (2, script, [*FLAGS, "--max-steps", 4]))
         codes, printed = results()

@@ -17,9 +17,9 @@ import pytest
 import torch
 from conftest import (
     ACCELERATE,
+    CNN,
     CONFIGS,
-    LITTLE,
-    SMALL,
+    SHORT,
     STEPS,
     assert_identical,
     assert_same_training,
@@ -66,8 +66,7 @@ REPLACED = {
 
 
 def real(command, stdin=None, output=None, session=True, terminal=False):
-    """Start a launcher with interpreters of its own, with which those of `Launched` are compared:
-    one of each kind."""
+    """Start a launcher as `Launched` does, but with interpreters of its own."""
     own = (lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None
     files = {"stdin": stdin, "stdout": output, "stderr": output}
     return subprocess.Popen(command, **files, start_new_session=session, preexec_fn=own)
@@ -79,8 +78,8 @@ def interrupted(case, start, directory):
     launcher, _ = CASES[case]
     metrics, log = directory / "run/metrics.jsonl", directory / "log"
     text = project("interruption", **REPLACED.get(case, {}))
-    script = copy("ddp_cifar", directory / "mine.py", *LITTLE, project=text)
-    command = [*launcher, script, *SMALL, "--log-every", 1, "--output-dir", directory / "run"]
+    script = copy("ddp_cifar", directory / "mine.py", *SHORT, project=text)
+    command = [*launcher, script, *CNN, "--log-every", 1, "--output-dir", directory / "run"]
     command = [*map(str, command), "--batch-size", "16", "--epochs", "1000"]
     master, slave = os.openpty()
     os.set_blocking(master, False)
@@ -123,10 +122,13 @@ def interrupted(case, start, directory):
     return code, saved, last, log.read_text() if log.exists() else ""
 
 
-REAL = [(case, real) for case in ("its terminal is closed", "its launcher is killed")]
+# The forks end as interpreters of their own do, in one case of each launcher.
+BOTH = [("its terminal is closed", Launched), ("its launcher is killed", real)]
+ENDED = [(case, real if case == BOTH[0][0] else Launched) for case in CASES]
+ENDED += [pytest.param(*case, marks=pytest.mark.redundant) for case in BOTH]
 
 
-@pytest.mark.parametrize(("case", "start"), [*((case, Launched) for case in CASES), *REAL])
+@pytest.mark.parametrize(("case", "start"), ENDED)
 def test_a_run_saves_and_stops_when(case, start, tmp_path):
     code, saved, last_line, log = interrupted(case, start, tmp_path)
     assert saved and saved[-1] == last_line, log
@@ -228,8 +230,8 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
 
 def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(tmp_path):
     waits = project("interruption", train_step="step_at_a_gate")
-    script = copy("sharded_cifar", tmp_path / "mine.py", *LITTLE, project=waits)
-    flags = [*SMALL, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
+    script = copy("sharded_cifar", tmp_path / "mine.py", *SHORT, project=waits)
+    flags = [*CNN, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
     flags += ["--threads", 1]
     command = [*LAUNCH, CONFIGS[2], script, *flags, "--log-every", 1]
     command += ["--output-dir", tmp_path / "run"]

@@ -61,17 +61,15 @@ STOPS = "import signal, time\nsignal.signal(15, lambda *_: exit(143))"
 # What a rank does: a wrong flag, a stop because another pod is evicted, and one because this is.
 RANKS = {
     "wrong": ("exit(2)", None, 2),
-    "stopped": (
-        "import signal, time\nsignal.signal(15, lambda *_: exit(143))",
-        signal.SIGTERM,
-        143,
-    ),
     "waits": ("", signal.SIGTERM, 143),  # torchrun, for the other pod
+    "saved": ("exit(143)", None, 143),
+    "stopped": (STOPS, signal.SIGTERM, 143),
 }
+REDUNDANT = [pytest.param(case, marks=pytest.mark.redundant) for case in ("saved", "stopped")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", RANKS)
+@pytest.mark.parametrize("case", ["wrong", "waits", *REDUNDANT])
 def test_the_command_ends_with_the_status_of_the_rank_and_passes_sigterm_on(case, tmp_path):
     """Also before torchrun has a handler for SIGTERM, which PID 1 would ignore."""
     text, number, status = RANKS[case]

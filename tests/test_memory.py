@@ -8,7 +8,7 @@ from conftest import SYNTHETIC_DATA, copy, load, project
 from processes import PROGRAMS, ROOT, train_forked
 
 MODEL = project("memory_models")
-FEW = SYNTHETIC_DATA, "synthetic_images(768, seed=1), synthetic_images(64, seed=2)"
+IMAGES = SYNTHETIC_DATA, "synthetic_images(768, seed=1), synthetic_images(64, seed=2)"
 CASES = {
     "ddp": [],
     "sharded": ["--global-batch-size", "256"],  # gradients stay whole until the last microbatch
@@ -23,7 +23,7 @@ def held(tmp_path_factory):
     runs = []
     for technique, flags in CASES.items():
         script = directory / f"{technique}.py"
-        copy(f"{technique}_cifar", script, FEW, project=MODEL + project("memory_counted"))
+        copy(f"{technique}_cifar", script, IMAGES, project=MODEL + project("memory_counted"))
         flags = ["--data", "synthetic", "--cpu", "--max-steps", 3, "--batch-size", 64, *flags]
         runs.append((2, script, flags))
     path = {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{PROGRAMS['PYTHONPATH']}"}

@@ -14,7 +14,7 @@ import new
 import pytest
 import sync
 from composed import assert_lists_its_packages
-from conftest import LITTLE, SMALL, assert_same_training
+from conftest import CNN, SHORT, assert_same_training
 from processes import ROOT, train_forked
 from shared_block import INFRASTRUCTURE, REFERENCE, parts
 
@@ -56,9 +56,9 @@ def lint(directory, *first):
 
 
 def recipes(*names):
-    """Parameters of a test, of which the others than these recipes are twins."""
-    twin = [pytest.mark.twin]
-    return [pytest.param(x, marks=[] if x in names else twin) for x in new.RECIPES]
+    """Parameters of a test, of which the others than these recipes are redundant."""
+    redundant = [pytest.mark.redundant]
+    return [pytest.param(x, marks=[] if x in names else redundant) for x in new.RECIPES]
 
 
 @pytest.mark.parametrize("recipe", recipes("sharded"))  # it has most examples, and own diffs
@@ -327,9 +327,9 @@ def test_a_copy_in_two_files_trains_as_the_one_in_one_file(recipe, make, tmp_pat
     make("new", "one.py", recipe=recipe)
     make("new", "two/train.py", "--split", recipe=recipe)
     scripts = [tmp_path / "one.py", tmp_path / "two/train.py"]
-    for path, (larger, smaller) in itertools.product(scripts, LITTLE):
+    for path, (larger, smaller) in itertools.product(scripts, SHORT):
         path.write_text(path.read_text().replace(larger, smaller))
-    flags = [*SMALL, "--max-steps", 3, "--batch-size", 16, "--clip-norm", 1]
+    flags = [*CNN, "--max-steps", 3, "--batch-size", 16, "--clip-norm", 1]
     one, two = train_forked(tmp_path, *((2, path, flags) for path in scripts))
     assert one.train and len(one.train) == 3
     assert_same_training(two, one, atol=0)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    CNN,
     IN_FLOAT64,
-    LITTLE,
     ROUNDING,
     ROUNDING_FLOAT32,
-    SMALL,
+    SHORT,
     Exit,
     assert_same_training,
     copy,
@@ -57,12 +57,12 @@ def test_ten_steps_and_the_evaluation_are_those_of_ddp_that_accumulates(case, tm
     test samples leave a batch incomplete."""
     chosen, flags, counts = CASES[case]
     text = project("pipeline", **chosen) + IN_FLOAT64
-    flags = [*SMALL, "--max-steps", 10, "--lr", 0.2, "--global-batch-size", 48, *flags]
+    flags = [*CNN, "--max-steps", 10, "--lr", 0.2, "--global-batch-size", 48, *flags]
     runs = []
     for processes in (1, *counts):
         name = "pipeline" if processes > 1 else "ddp"
         script = tmp_path / f"{processes}.py"
-        copy(f"{name}_cifar", script, *LITTLE, project=text)
+        copy(f"{name}_cifar", script, *SHORT, project=text)
         runs.append((processes, script, [*flags, *SHAPES[processes]]))
     whole, *pipelines = train_forked(tmp_path, *runs)
     accumulation = {1: 8, 2: 1, 4: 2}

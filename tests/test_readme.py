@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from composed import write_photos
-from conftest import LITTLE, SMALL, assert_same_training, copy, load, project
+from conftest import CNN, SHORT, assert_same_training, copy, load, project
 from processes import ROOT, forked, outputs, train_forked
 from safetensors.torch import load_file
 from torch import nn
@@ -232,9 +232,9 @@ def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
     text += f"    {optimizer}\n    return optimizer, Plateau(optimizer)\n"
     evaluation = '            run.metrics.write("evaluation", evaluate(run, model, test_loader))\n'
     script = copy(
-        "ddp_cifar", tmp_path / "mine.py", *LITTLE, (evaluation, evaluation + rule), project=text
+        "ddp_cifar", tmp_path / "mine.py", *SHORT, (evaluation, evaluation + rule), project=text
     )
-    flags = [*SMALL, "--batch-size", 32, "--lr", 3, "--max-steps", 12, "--evaluate-every", 3]
+    flags = [*CNN, "--batch-size", 32, "--lr", 3, "--max-steps", 12, "--evaluate-every", 3]
     flags += ["--log-every", 1, "--checkpoint-every", 2, "--output-dir"]
     one = {"processes": 2, "script": script, "directory": tmp_path}
     runs = [{**one, "flags": [*flags, "whole"]}, {**one, "flags": [*flags, "broken"]}]
@@ -250,8 +250,8 @@ def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_names_all_metrics_and_files_of_a_run_and_uses_it(tmp_path, monkeypatch):
-    script = copy("ddp_cifar", tmp_path / "mine.py", *LITTLE)
-    [run] = train_forked(tmp_path, (2, script, [*SMALL, "--batch-size", 64, "--epochs", 1]))
+    script = copy("ddp_cifar", tmp_path / "mine.py", *SHORT)
+    [run] = train_forked(tmp_path, (2, script, [*CNN, "--batch-size", 64, "--epochs", 1]))
     names = {x for row in rows(RUNNING, "| name in") for x in row[0].split(", ")}
     lines = [*run.train, *run.evaluations]
     assert len(lines) == 3 and not set().union(*lines) - names

@@ -11,11 +11,11 @@ import pytest
 from composed import assert_lists_its_packages
 from conftest import (
     ACCELERATE,
+    CNN,
     CONFIGS,
-    LITTLE,
     NARROW,
     ROUNDING,
-    SMALL,
+    SHORT,
     assert_same_training,
     begin_of,
     copy,
@@ -64,11 +64,11 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(tm
 
 
 @pytest.mark.slow
-@pytest.mark.twin
+@pytest.mark.redundant
 @pytest.mark.parametrize("recipe", ["ddp_cifar", "amp_cifar", "sharded_cifar", BASELINE])
 def test_a_recipe_trains_in_an_interpreter_of_its_own(recipe, tmp_path):
     """A fork would not show a missing import."""
-    command = [sys.executable, ROOT / f"recipes/{recipe}.py", *SMALL, "--batch-size", 8]
+    command = [sys.executable, ROOT / f"recipes/{recipe}.py", *CNN, "--batch-size", 8]
     process = run([*command, "--max-steps", 1, "--output-dir", tmp_path])
     assert "Traceback" not in process.stderr and outputs(tmp_path).train[-1]["step"] == 1
 
@@ -79,7 +79,7 @@ def test_interpreters_of_a_launcher_end_also_with_persistent_workers(tmp_path):
     multiprocessing would end them."""
     workers = project("interruption", load_data="data_of_persistent_workers")
     script = copy("pipeline_cifar", tmp_path / "mine.py", *NARROW, project=workers)
-    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], script, *SMALL]
+    command = [ACCELERATE, "launch", "--config_file", CONFIGS[2], script, *CNN]
     command += ["--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path / "run"]
     process = run(command, timeout=120)
     assert "Traceback" not in process.stderr and outputs(tmp_path / "run").train[-1]["step"] == 4
@@ -89,8 +89,8 @@ def test_interpreters_of_a_launcher_end_also_with_persistent_workers(tmp_path):
 def test_uv_runs_a_copy_on_the_packages_that_it_lists_and_passes_signals_on(tmp_path):
     """On those of this environment, since it is offline."""
     uv = pytest.importorskip("uv", reason="needs uv").find_uv_bin()
-    copy("ddp_cifar", tmp_path / "mine.py", *LITTLE)
-    flags = [*SMALL, "--global-batch-size", "16", "--batch-size", "8", "--epochs", "9999"]
+    copy("ddp_cifar", tmp_path / "mine.py", *SHORT)
+    flags = [*CNN, "--global-batch-size", "16", "--batch-size", "8", "--epochs", "9999"]
     ranks = ["--no-project", "--with-requirements", "mine.py"]
     ranks += ["accelerate", "launch", "--config_file", str(CONFIGS[2])]
     environment = os.environ | {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}

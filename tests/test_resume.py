@@ -2,8 +2,8 @@
 
 import pytest
 from conftest import (
-    LITTLE,
-    SMALL,
+    CNN,
+    SHORT,
     STEPS,
     assert_identical,
     assert_same_training,
@@ -74,8 +74,8 @@ def test_what_is_no_tensor_of_a_state_dict_resumes_and_no_state_keeps_the_file(r
     more = ["--replicas", 2] if is_sharded else CHUNKS.get(recipe, [])
     model = "growing_model" if is_sharded else "quantised_model"
     text = project("resume", build_model=model)
-    script = copy(recipe, tmp_path / "mine.py", *LITTLE, UNFUSED, project=text)
-    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
+    script = copy(recipe, tmp_path / "mine.py", *SHORT, UNFUSED, project=text)
+    flags = [*CNN, "--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6, "--keep", 1]
     flags += more
     common = {"processes": 2, "script": script, "directory": tmp_path}
     whole, broken = ([*flags, "--log-every", 1, "--output-dir", x] for x in ("whole", "broken"))
@@ -119,8 +119,8 @@ def test_an_evaluation_in_mid_epoch_changes_nothing_and_one_that_was_ended_is_re
 ):
     """Every third of eight steps, four in an epoch. Each follows a checkpoint."""
     text = project("resume", train_step="plain_step", evaluate="evaluate_or_end")
-    script = copy(recipe, tmp_path / "mine.py", *LITTLE, project=text)
-    flags = [*SMALL, "--global-batch-size", 64, "--batch-size", 32, "--epochs", 2]
+    script = copy(recipe, tmp_path / "mine.py", *SHORT, project=text)
+    flags = [*CNN, "--global-batch-size", 64, "--batch-size", 32, "--epochs", 2]
     flags += CHUNKS.get(recipe, [])
     common = {"processes": processes, "script": script, "directory": tmp_path}
     often = [*flags, "--evaluate-every", 3, "--checkpoint-every", 7, "--keep", 9]

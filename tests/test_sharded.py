@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    CNN,
     COMPILER,
+    FEW_IMAGES,
     IN_FLOAT64,
-    LITTLE,
-    LITTLE_DATA,
     ROUNDING,
-    SMALL,
+    SHORT,
     Exit,
     assert_same_training,
     copy,
@@ -61,11 +61,11 @@ EQUAL = {  # processes and flags: of the whole run, or of one that continues ano
 def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path):
     """Also accumulated and clipped, of samples that weigh unequally, and when a run continues on
     another number of processes."""
-    flags = [*SMALL, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.1]
+    flags = [*CNN, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.1]
     text = project("sharded", compute_loss="weighted_loss") + IN_FLOAT64
-    script = copy("ddp_cifar", tmp_path / "ddp.py", *LITTLE, project=text)
+    script = copy("ddp_cifar", tmp_path / "ddp.py", *SHORT, project=text)
     runs = [(1, script, [*flags, "--batch-size", 32])]
-    script = copy("sharded_cifar", tmp_path / "mine.py", *LITTLE, project=text + FILES)
+    script = copy("sharded_cifar", tmp_path / "mine.py", *SHORT, project=text + FILES)
     flags += ["--checkpoint-every", 3]
     for name, (processes, own) in EQUAL.items():
         runs.append((processes, script, [*flags, *own], {"directory": tmp_path / name}))
@@ -113,9 +113,9 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(tmp_path
     Gradients are summed once a step, or with --sync-each-batch after both microbatches."""
     cases = {"fp32": [], "fp32 twice": ["--activation-checkpointing"]}
     cases["bf16 twice"] = ["--activation-checkpointing", "--precision", "bf16", "--sync-each-batch"]
-    flags = [*SMALL, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 3]
+    flags = [*CNN, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 3]
     text = DISTURBED + project("sharded_counted")
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
+    script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
     runs = [(2, script, [*flags, *own]) for own in cases.values()]
     weights, losses, counted = {}, {}, {}
     for name, run in zip(cases, train_forked(tmp_path, *runs), strict=True):
@@ -139,7 +139,9 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs g++")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.twin)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.redundant)]
+)
 def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(backend, tmp_path):
     """Also with activation checkpointing. Each unit is a graph, in training and in an evaluation:
     more than torch keeps of one function by default. "aot_eager" runs the graphs that are otherwise
@@ -147,8 +149,8 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(backen
     text = project("sharded", build_model="model_of_five_units") + project("graphs")
     line = "dynamic=False)", f'dynamic=False, backend="{backend}")'
     script = tmp_path / "mine.py"
-    copy("sharded_cifar", script, LITTLE_DATA, line, project=text + IN_FLOAT64)
-    flags = [*SMALL, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
+    copy("sharded_cifar", script, FEW_IMAGES, line, project=text + IN_FLOAT64)
+    flags = [*CNN, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
     own = [*flags, "--compile", "--activation-checkpointing"]
     eager, compiled = train_forked(tmp_path, (2, script, flags), (2, script, own), imports=COMPILER)
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
@@ -176,8 +178,8 @@ class Hostile:
 @pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over_and_hostile_ones_run_no_code(tmp_path):
     """One run continues before six damaged ones. In another one a checksum is forged, too."""
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=DISTURBED)
-    flags = [*SMALL, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
+    script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=DISTURBED)
+    flags = [*CNN, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8, "--keep", 99]
     one = {"script": script, "processes": 2, "directory": tmp_path, "grace": 0.5}
     whole, *runs = (
         {**one, "flags": [*flags, "--output-dir", name]} for name in ("whole", "damaged", "forged")
@@ -239,10 +241,10 @@ def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_p
     share one that a module replaces; of BatchNorm they evaluate with that of the main process."""
     text = project("sharded", build_model="Tied") + IN_FLOAT64
     scripts = [
-        copy(f"{name}_cifar", tmp_path / f"{name}.py", LITTLE_DATA, project=text)
+        copy(f"{name}_cifar", tmp_path / f"{name}.py", FEW_IMAGES, project=text)
         for name in ("ddp", "sharded")
     ]
-    flags = [*SMALL, "--global-batch-size", 64, "--batch-size", 16]
+    flags = [*CNN, "--global-batch-size", 64, "--batch-size", 16]
     runs = [(2, script, [*flags, "--max-steps", 3]) for script in scripts]
     ddp, sharded = train_forked(tmp_path, *runs)
     assert "third.weight" not in sharded.weights
@@ -260,11 +262,11 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     replaced = {"build_model": "Tied", "make_optimizer": "nested_optimizer", "Tied.moves": False}
     replaced["evaluate"] = "evaluate_and_shard_again"
     text = project("sharded", **replaced) + IN_FLOAT64
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
-    flags = [*SMALL, "--global-batch-size", 48, "--batch-size", 48, "--max-steps", 4]
+    script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
+    flags = [*CNN, "--global-batch-size", 48, "--batch-size", 48, "--max-steps", 4]
     flags += ["--checkpoint-every", 2, "--keep", 9]
     (whole,) = train_forked(tmp_path, (2, script, flags))
-    copy("sharded_cifar", script, LITTLE_DATA, project=text + FILES)
+    copy("sharded_cifar", script, FEW_IMAGES, project=text + FILES)
     again = {n: tmp_path / f"again on {n}" for n in (1, 2, 3)}
     for directory in again.values():
         shutil.copytree(whole.directory, directory)
@@ -317,8 +319,8 @@ def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tm
     resumes reads. A file has less than FILE_SIZE and a tensor, at most half of a layer. The last
     one has a bias only."""
     text = project("sharded_measured", FILE_SIZE=FILE_SIZE)
-    script = copy("sharded_cifar", tmp_path / "mine.py", LITTLE_DATA, project=text)
-    flags = [*SMALL, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
+    script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
+    flags = [*CNN, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
     where = {"directory": tmp_path / "run"}
     (run,) = train_forked(tmp_path, (2, script, flags, where))
     shutil.rmtree(run.directory / "step-00000002")

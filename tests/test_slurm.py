@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ACCELERATE, SMALL
+from conftest import ACCELERATE, CNN
 from processes import ROOT, outputs, train_forked
 from slurm_cluster import MISSING, Cluster
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 STEPS = 40
 LATE = "import argparse\n__import__('time').sleep(3)\n"
-FLAGS = [*SMALL, "--log-every", 1, "--lr", 0.02, "--max-steps", STEPS, "--checkpoint-every", 10]
+FLAGS = [*CNN, "--log-every", 1, "--lr", 0.02, "--max-steps", STEPS, "--checkpoint-every", 10]
 FLAGS += ["--keep", 9, "--global-batch-size", 64, "--batch-size", 32]
 
 

@@ -173,8 +173,8 @@ FLAGS = {"sft": "--chats --test", "vision_chat": "--chats", "preferences": "--pa
 FLAGS |= {"embeddings": "--pairs", "grpo": "--prompts", "clip": "--captions"}
 FLAGS |= {"text_to_image": "--images", "fine_tune": "--text"}
 FLAGS |= dict.fromkeys(["photos", "balanced", "vit"], "--photos --test")
-SMALL = {"vit": "--size 16 --patch 8 --width 64", "photos": "--size 8", "balanced": "--size 8"}
-SMALL |= {"fine_tune": "--length 9", "masked_lm": "--length 9"}
+SIZES = {"vit": "--size 16 --patch 8 --width 64", "photos": "--size 8", "balanced": "--size 8"}
+SIZES |= {"fine_tune": "--length 9", "masked_lm": "--length 9"}
 TASKS = "text_classification token_classification seq2seq reranker embeddings sft preferences grpo"
 TASKS = f"{TASKS} vision_chat clip text_to_image fine_tune masked_lm photos balanced vit"
 TASKS += " speech fine_tune_speech"
@@ -239,7 +239,7 @@ def samples_of(task, source, bases, monkeypatch):
     flags = FLAGS.get(task, "--train --test").split()
     if source == ".":
         flags = flags[:1]  # photos have a folder of tests
-    argv = ["mine.py", *SMALL.get(task, "").split(), "--batch-size", "4", "--output-dir", "out"]
+    argv = ["mine.py", *SIZES.get(task, "").split(), "--batch-size", "4", "--output-dir", "out"]
     argv += [x for flag in flags for x in (flag, source)]
     base = BASES.get(task, "bert")
     argv += ["--base", str(bases / base)] if base else []

@@ -221,7 +221,7 @@ def test_on_any_number_of_processes_and_with_faults_of_the_server_a_stream_train
         read = Counter((path, begin) for path, begin, is_footer in server.parts if not is_footer)
         assert len(read) == 33, "each row group is one request"
         assert server.failed or (footers == 3 and read.total() <= 33 + 4)
-    assert servers[3].failed > 4
+    assert servers[3].failed > 2, "of each seventh request, but for those that come together"
     assert len(servers[3].parts) >= len(servers[0].parts) + servers[3].failed
     assert servers[0].together > 2, "in threads"
 

@@ -144,7 +144,7 @@ def test_diffusers_loads_what_is_saved_an_adapter_or_the_whole_model(args, tmp_p
     assert_loads_adapter(tmp_path, args)
 
 
-@pytest.mark.twin
+@pytest.mark.redundant
 def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
     script = make(tmp_path / "mine.py", "ddp", "text_to_image", "lora")
     flags = ["--cpu", "--base", base, "--images", args.images, "--size", 32, "--batch-size", 8]

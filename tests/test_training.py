@@ -9,12 +9,12 @@ import pytest
 import torch
 import torchvision
 from conftest import (
+    CNN,
     COMPILER,
+    FEW_IMAGES,
     IN_FLOAT64,
-    LITTLE_DATA,
     ROUNDING,
     ROUNDING_FLOAT32,
-    SMALL,
     SYNTHETIC_DATA,
     assert_same_training,
     copy,
@@ -262,7 +262,7 @@ COMPILATION = (
     "lines",
     [
         pytest.param([COMPILATION], id="aot_eager"),
-        pytest.param([], marks=pytest.mark.twin, id="inductor"),
+        pytest.param([], marks=pytest.mark.redundant, id="inductor"),
     ],
 )
 def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
@@ -272,9 +272,9 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
-    flags = [*SMALL, "--max-steps", 3, "--batch-size", 16]
+    flags = [*CNN, "--max-steps", 3, "--batch-size", 16]
     text = project("training", build_model="model_to_compile") + project("graphs")
-    script = copy("ddp_cifar", tmp_path / "ddp.py", LITTLE_DATA, *lines, project=text + IN_FLOAT64)
+    script = copy("ddp_cifar", tmp_path / "ddp.py", FEW_IMAGES, *lines, project=text + IN_FLOAT64)
     compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}
     compiled, eager = train_forked(tmp_path, compiled, (1, script, flags), imports=COMPILER)
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import get_worker_info
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -24,7 +25,7 @@ DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
 OPENED = re.compile(r"[<\[][^<>\[\]]*$")  # a tag that is not closed
 PLAIN = "\ue000"  # the content of an answer: what no template and no chat has
 TODAY = re.compile(r"""strftime_now\(\s*(['"])([^'"]*)\1\s*\)""")
-TARGETS = Counter()  # tokens of all answers, and of these the ones within --length
+TARGETS = Counter()  # tokens of all answers, of these the ones within --length, and each `note`
 
 
 def add_chat_flags(parser):
@@ -116,6 +117,8 @@ def read_chats(source, args, samples_of_rows):
         return kept
 
     train, test = divided(read, source, args.test)
+    for line in TARGETS.keys() - {"all", "within"}:
+        say(line)
     if len(train) < args.global_batch_size:
         exit_with_error(f"{source}: {len(train)} rows for training do not fill one batch")
     if TARGETS["within"] < TARGETS["all"]:
@@ -124,9 +127,15 @@ def read_chats(source, args, samples_of_rows):
     return [[sample for samples in part for sample in samples] for part in (train, test)]
 
 
-@cache
 def note(line):
-    """Print a line, once."""
+    """Print a line, once. A worker counts it alone: see `made_once`."""
+    TARGETS[line] += 1
+    if not get_worker_info():
+        say(line)
+
+
+@cache
+def say(line):
     if RANK == 0:
         log_line(line)
 
@@ -235,8 +244,8 @@ class Chat:
             begin = max(turn, len(OPENED.sub("", prompt[:begin])))
         spans = [(begin, len(text))]
         if self.marks:
-            earlier, marked = (self.marked_spans(self.messages[:x]) for x in (index, index + 1))
-            spans = [(max(begin, x), end) for x, end in marked[len(earlier) :] if end > begin]
+            marked = self.marked_spans(self.messages[: index + 1])
+            spans = [(max(begin, first), end) for first, end in marked if end > begin]
         return index, text, turn, spans
 
     def marked_spans(self, messages):

@@ -116,8 +116,8 @@ def find_files(source, output_dir):
         with ThreadPoolExecutor(32) as pool:
             read = pool.map(read_footer, sizes, sizes.values())
             files = dict(zip(sizes, read, strict=True))
-    except (OSError, ValueError, ImportError) as error:  # the package of s3://, or of https://
-        exit_with_error(f"cannot read {source}: {error}")
+    except Exception as error:  # each file system has its own; or its package is missing
+        exit_with_error(f"cannot read {source}: {error!r:.200}")
     now = {url: [size, digest] for url, (size, digest, _) in files.items()}
     key = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = Path(output_dir, f"files-{key}.json")

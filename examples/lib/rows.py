@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import sys
 from functools import cache, lru_cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -47,7 +48,7 @@ def dataset_of(source):
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # without a network, each rank would print each try
-    if RANK:
+    if RANK or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         if Path(source).is_dir():
@@ -204,21 +205,32 @@ def check_others(row, used):
             raise ValueError(f"{name} is {value:.80}, which has no effect here: {remedy}")
 
 
+def made_rows(source, form, make, is_wanted=lambda number: True):
+    """Yield `make` of the rows of a source whose numbers, from 1 on, are wanted. Raise ValueError,
+    with a line that names the row, if one has not this form, or if the source cannot be read."""
+    number = 1
+    try:
+        for row in parsed_rows(source):
+            if is_wanted(number):
+                yield make(row)
+            number += 1
+    except FileNotFoundError:
+        raise ValueError(f"{source}: no such file. Name {SOURCES}") from None
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror or error}") from None
+    except Exception as error:  # chat templates raise many types
+        has = f"; it has {', '.join(row)}" if isinstance(error, KeyError) else ""
+        found = f"{source}, row {number}: {error!r:.200}"
+        raise ValueError(f"{found}. Each row needs {form}{has}") from None
+
+
 def read_lines(source, form, make):
     """Return `make` of each row of a source. Exit with an error that names the row if one has not
     this form, if there is none, or if the source cannot be read."""
-    made = []
     try:
-        for row in parsed_rows(source):
-            made.append(make(row))
-    except FileNotFoundError:
-        exit_with_error(f"{source}: no such file. Name {SOURCES}")
-    except OSError as error:
-        exit_with_error(f"{source}: {error.strerror or error}")
-    except Exception as error:  # chat templates raise many types
-        has = f"; it has {', '.join(row)}" if isinstance(error, KeyError) else ""
-        found = f"{source}, row {len(made) + 1}: {error!r:.200}"
-        exit_with_error(f"{found}. Each row needs {form}{has}")
+        made = [*made_rows(source, form, make)]
+    except ValueError as error:
+        exit_with_error(str(error))
     if not made:
         exit_with_error(f"{source} has no rows")
     return made

@@ -1,0 +1,66 @@
+"""Tokens that are made once per machine: the same as row by row, in any number of processes."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import Exit, exit_by_exception
+from lazy import lib
+
+once = lib.once
+COUNTS = Counter()
+
+
+def make(row):
+    """No tensor for some rows, two for others."""
+    COUNTS["rows"] += 1
+    tokens = torch.arange(row["n"] % 5 + 1, dtype=torch.int32)
+    return [torch.stack((tokens, tokens + row["n"]), 1)] * (row["n"] % 3)
+
+
+def make_nothing(row):
+    raise AssertionError("it was made before")
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """A function that reads some rows with a key, of which a worker has at least 100."""
+    monkeypatch.setattr(once, "ROWS_OF_A_WORKER", 100)
+    monkeypatch.setattr(once, "exit_with_error", exit_by_exception)
+    path = tmp_path / "rows.jsonl"
+    args = SimpleNamespace(output_dir=tmp_path / "run")
+
+    def rows(numbers, function=make, key="", cores=3):
+        text = "".join(json.dumps({"n": n}) + "\n" for n in numbers)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        monkeypatch.setattr(once.os, "sched_getaffinity", lambda _: range(cores))
+        COUNTS.clear()
+        return once.made_once(args, str(path), "a number n", function, key, COUNTS)
+
+    return rows
+
+
+@pytest.mark.parametrize(("number", "cores"), [(7, 3), (64, 3), (333, 2), (333, 3), (400, 1)])
+def test_rows_are_those_of_a_loop_by_any_number_of_workers_and_are_made_once(number, cores, read):
+    expected = [make({"n": n}) for n in range(number)]
+    for function in (make, make_nothing):
+        found = read(range(number), function, cores=cores)
+        assert [len(row) for row in found] == [len(row) for row in expected]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+        assert COUNTS == {"rows": number}
+    with pytest.raises(Exit, match="it was made before"):
+        read(range(number), make_nothing, key="another tokenizer", cores=cores)
+    assert len(read(range(number + 1), cores=cores)) == number + 1, "the rows have changed"
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_bad_row_is_named_by_its_number_and_the_file_before_it_stays(cores, read, tmp_path):
+    read(range(300), cores=cores)
+    before = [*(tmp_path / "run").iterdir()]
+    with pytest.raises(Exit, match=r"rows.jsonl, row 251: .* Each row needs a number n"):
+        read([*range(250), None, *range(99)], cores=cores)
+    assert [*(tmp_path / "run").iterdir()] == before
