@@ -29,8 +29,11 @@ RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 TASKS = [name for name, text in TEXTS.items() if new.TRAIN in text]
 # What each task is composed with, where the recipe can have it.
 ADDED = {
-    "photos": ["ema", "best_weights", "auroc", "validation", "activation_checkpointing"],
-    "language_model": ["second_optimizer", "ema", "background_saves"],
+    "photos": [
+        *("ema", "best_weights", "auroc", "validation", "activation_checkpointing"),
+        "background_saves",
+    ],
+    "language_model": ["second_optimizer", "ema"],
     "fine_tune": ["lora"],
     "embeddings": ["lora"],
     "sft": ["lora"],
@@ -188,7 +191,8 @@ def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(
     Path(args.output_dir).mkdir()
     train, test = mine.load_data(args, accelerate.Accelerator(cpu=True))
     trained, tested = train.dataset, {*contents(test.dataset)}
-    is_ordered = isinstance(trained, getattr(mine, "Ordered", ()))
+    orders = (getattr(mine, "Ordered", ()), getattr(mine, "ByLane", ()))
+    is_ordered = isinstance(trained, orders)
     assert is_ordered or isinstance(train.sampler, RandomSampler)
     assert task not in WINDOWS or next(iter(train)).shape == (8, args.length + 1)
     assert task in DRAWN or tested == {*contents(test.dataset, seed=1)}

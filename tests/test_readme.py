@@ -260,6 +260,7 @@ def test_the_page_names_all_metrics_and_files_of_a_run_and_uses_it(tmp_path, mon
     assert {x.name for x in run.directory.iterdir()} - files == numbered
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     program = "\n".join(code(RUNNING, "Use a trained copy", "python"))
     assert "runs/mine" in program
     exec(program.replace("runs/mine", str(run.directory)), {})
