@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 87daf7093f37: identical in all recipes, edit only above it
+# ================= shared infrastructure 07b2fa0db7d4: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -1230,7 +1230,7 @@ def exit_with_error(message, status=2, details="", wait=0):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     time.sleep(wait)
-    sys.stderr.write(details)
+    sys.stderr.write("".join(x for x in details if x.isprintable() or x == "\n"))
     log_error(message)
     exit_now(status)
 

@@ -93,6 +93,10 @@ def test_a_line_does_not_control_the_terminal(capsys, tmp_path, monkeypatch):
     recipe.log_error("a\x1b[2J\x07\r\nb\udcff\u202e")
     told = capsys.readouterr().err.removesuffix("\n")
     assert told.isprintable() and "a [2J" in told
+    monkeypatch.setattr(recipe.os, "_exit", lambda status: None)
+    load("recipes/ddp_cifar.py").exit_with_error("a", 1, "Traceback\n  a\x1b[2J\x07\n")
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert (first, lines[0]) == ("Traceback", "  a[2J") and lines[1].endswith("error: a")
     assert "\\u001b" not in (tmp_path / "error").read_text()
 
 

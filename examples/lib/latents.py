@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and captions as a latent diffusion model sees them: encoded once, and with noise."""
 
-import hashlib
 from pathlib import Path
 
 import torch
 import torchvision
-from accelerate.utils import broadcast_object_list
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import logging
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from ddp_cifar import exit_with_error, replace_file
+from ddp_cifar import exit_with_error
 from lib.images import exit_if_missing, read_image
+from lib.once import kept
 from lib.rows import source_key
 
 
@@ -74,20 +73,12 @@ def encode(rows, args, device):
 
 
 def encoded_once(rows, args, accelerator):
-    """Return what `encode` does. The main process writes it to --output-dir, unless it is there,
-    and all map the file."""
+    """Return what `encode` does, `kept` in --output-dir."""
     images = [image for image, _ in rows]
     exit_if_missing(images, f"--images {args.images}")
-    files = [source_key(getattr(image, "source", image)) for image in images]
-    key = hashlib.sha256(repr((args.base, args.size, rows, files)).encode()).hexdigest()
-    # Copies of the images on other machines may have other times.
-    [key] = broadcast_object_list([key])
-    path = Path(args.output_dir, f"encoded-{key[:12]}.pt")
-    with accelerator.main_process_first():
-        if accelerator.is_main_process and not path.exists():
-            encoded = encode(rows, args, accelerator.device)
-            replace_file(path, lambda temporary: torch.save(encoded, temporary))
-        return torch.load(path, weights_only=True, mmap=True)
+    key = args.base, args.size, rows, [source_key(getattr(x, "source", x)) for x in images]
+    path = Path(args.output_dir, "encoded.pt")
+    return kept(path, key, lambda: encode(rows, args, accelerator.device))
 
 
 @torch.no_grad()

@@ -205,6 +205,13 @@ def check_others(row, used):
             raise ValueError(f"{name} is {value:.80}, which has no effect here: {remedy}")
 
 
+def unreadable(source, error):
+    """Return the line of an OSError."""
+    if isinstance(error, FileNotFoundError):
+        return f"{source}: no such file. Name {SOURCES}"
+    return f"{source}: {error.strerror or error}"
+
+
 def made_rows(source, form, make, is_wanted=lambda number: True):
     """Yield `make` of the rows of a source whose numbers, from 1 on, are wanted. Raise ValueError,
     with a line that names the row, if one has not this form, or if the source cannot be read."""
@@ -214,10 +221,8 @@ def made_rows(source, form, make, is_wanted=lambda number: True):
             if is_wanted(number):
                 yield make(row)
             number += 1
-    except FileNotFoundError:
-        raise ValueError(f"{source}: no such file. Name {SOURCES}") from None
     except OSError as error:
-        raise ValueError(f"{source}: {error.strerror or error}") from None
+        raise ValueError(unreadable(source, error)) from None
     except Exception as error:  # chat templates raise many types
         has = f"; it has {', '.join(row)}" if isinstance(error, KeyError) else ""
         found = f"{source}, row {number}: {error!r:.200}"
