@@ -274,7 +274,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 07b2fa0db7d4: identical in all recipes, edit only above it
+# ================= shared infrastructure aa212f38ceeb: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -310,8 +310,10 @@ class Run:
         lock_output_directory(self.directory)
         faulthandler.dump_traceback_later(args.hang_timeout)  # until the Watcher looks for hangs
         exit_if_config_is_ignored(precision)
-        # By default in /tmp: it belongs to whoever makes it first.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{torch.hub.get_dir()}/inductor")
+        cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "."))  # torch's default is in /tmp
+        is_foreign = cache.exists() and cache.stat().st_uid not in (0, os.getuid())
+        if is_foreign and vars(args).get("compile"):  # which runs what is there
+            exit_with_error(f"{cache} belongs to another user: set TORCHINDUCTOR_CACHE_DIR")
         gpus, threads = choose_device(args)
         args.log_every = args.log_every or (50 if gpus else 10)
         self.store = join_process_group(args, gpus) if WORLD_SIZE > 1 else distributed.HashStore()

@@ -1,6 +1,7 @@
 """Files that others can hand in, and files of the owner's: SECURITY.md."""
 
 import ast
+import os
 import shutil
 
 import pytest
@@ -116,6 +117,20 @@ def test_a_launcher_that_starts_one_process_of_two_is_an_error(tmp_path):
     one = {"processes": 1, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path}
     ((codes, output),) = forked([{**one, "flags": ["--data", "synthetic"], "env": env}], tmp_path)
     assert codes == [2] and "give --cpu to the recipe alone" in output
+
+
+@pytest.mark.skipif(os.getuid(), reason="needs root, to give a folder to another user")
+def test_what_another_user_has_compiled_is_not_run(tmp_path):
+    """As that of whoever first made the folder in /tmp that torch takes by default."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    os.chown(cache, 12345, -1)
+    one = {"processes": 1, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path}
+    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--compile", "--max-steps", 1]
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    ((codes, output),) = forked([{**one, "flags": flags, "env": env}], tmp_path)
+    assert codes == [2] and f"{cache} belongs to another user" in output, output
+    assert [*cache.iterdir()] == []
 
 
 def test_an_eps_file_of_another_name_is_no_image(tmp_path):
