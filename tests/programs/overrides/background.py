@@ -1,6 +1,6 @@
 """For copies in test_background_saves.py. A thread begins to write after the next step, and says in
 which step the training is. The environment says which rank is stopped in which step, whose disk is
-slow or full, and that no memory is left."""
+slow or full, whose write raises an error, and that no memory is left."""
 
 import json
 import os
@@ -38,6 +38,8 @@ def late_save(checkpoints, step, metrics):
             break
         time.sleep(0.01)
     print(f"writes {step} in {run.step}", flush=True)
+    if is_due("raises", step):
+        raise RuntimeError("no such device")
     return plain_save(checkpoints, step, metrics)
 
 
