@@ -277,10 +277,12 @@ def check_memory(source, train_set, args):
     reads = f"{len(rows.groups)} row groups of up to {megabytes:.1f} MB"
     log_line(f"{source}: {reads}; a worker reads {lanes} of {args.lanes} lanes")
     workers = LOCAL_WORLD_SIZE * max(1, args.workers)
-    needed = workers * (lanes + AHEAD / largest.num_rows) * megabytes / 2**10
+    kept = min(lanes + AHEAD / largest.num_rows, len(rows.groups))
+    needed = 2 * workers * kept * megabytes / 2**10  # each is decoded from its bytes
     free = psutil.virtual_memory().available / 2**30
     if needed > free:
-        exit_with_error(f"row groups of {needed:.1f} GB, {free:.1f} are free: set fewer --lanes")
+        why = f"its row groups would take {needed:.1f} GB of memory, {free:.1f} GB are free"
+        exit_with_error(f"{source}: {why}: set fewer --lanes")
 
 
 def stream(args, source, names, make, make_test, collate):
