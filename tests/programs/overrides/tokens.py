@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from amp_cifar import Run, make_accelerator
 
-# The mean of two halves' means is another one. At a batch size of 4 process 1 has no targets, at one
-# of 2 or 1 the second half of the microbatches has none.
+# The mean of two halves' means is another one. At a batch size of 4 process 1 has no targets, at
+# smaller ones the second half of the microbatches.
 LENGTHS = [2, 47, 5, 30, 0, 0, 0, 0]
 
 
