@@ -7,10 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import CNN, SHORT, Exit, copy, load
-from PIL import Image
 from processes import ROOT, forked, train_forked
-
-from lib import images
 
 FLAGS = ["--max-steps", 2, "--checkpoint-every", 1, "--keep", 1]
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -131,14 +128,6 @@ def test_what_another_user_has_compiled_is_not_run(tmp_path):
     ((codes, output),) = forked([{**one, "flags": flags, "env": env}], tmp_path)
     assert codes == [2] and f"{cache} belongs to another user" in output, output
     assert [*cache.iterdir()] == []
-
-
-def test_an_eps_file_of_another_name_is_no_image(tmp_path):
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.eps")
-    (tmp_path / "a.eps").rename(tmp_path / "a.png")
-    with pytest.raises(OSError, match=r"a\.png: cannot identify image file"):
-        images.read_image(tmp_path / "a.png")
-    assert images.is_image("a.JPG") and not images.is_image("a.eps")
 
 
 def test_no_file_is_unpickled_without_its_types():
