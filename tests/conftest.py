@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import ROOT, fork_server, forked
-from xdist.scheduler import LoadFileScheduling
 
 CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
@@ -36,7 +35,6 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), CACH
 MEASURED = {"time", "seconds", "samples_per_second", "data_wait", "slowest_rank"}
 MEASURED |= {"peak_memory_gib", "save_seconds"}
 CONFIG = ("output_dir", "checkpoint_every", "keep")  # flags in which two equal runs may differ
-STEPS = 20  # of disturbed_training.py: two epochs of 640 samples at a global batch of 64
 
 needs_real_data = pytest.mark.skipif(
     not (REAL_DATA / "cifar-10-batches-py").is_dir(),
@@ -133,25 +131,16 @@ def pytest_configure(config):
 LONGEST = ["slurm", "check", "recipes", "hangs", "new", "sharded", "interruption", "adapting"]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """The files that take longest begin first: at the end no worker waits for another one."""
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
-
-
-class ByFile(LoadFileScheduling):
-    """A worker takes the tests of a file, which share runs, but those of test_adapting.py take
-    longest by far and share none: it takes those of one recipe."""
-
-    def _split_scope(self, nodeid):
-        path, _, name = nodeid.partition("::")
-        recipe = name.split("-")[1:2] if path.endswith("test_adapting.py") else []
-        return "::".join([path, *recipe])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return ByFile(config, log)
+    """The files that take longest begin first: at the end no worker waits for another one. A worker
+    takes the tests of a file, which share runs. Those of test_adapting.py share none: it takes
+    those of one recipe."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    for item in items:
+        recipe = item.name.split("-")[1:2] if item.path.stem == "test_adapting" else []
+        item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *recipe])))
 
 
 def pytest_collection_finish():

@@ -1,9 +1,9 @@
 """Ways to start what a test runs. Take the first one that shows what the test is for:
 
 - `train_forked`: whole trainings; their results are `outputs`
-- `forked`: ranks that fail, or are ended: exit codes and what they print. `answers`: programs that
-  write JSON. `execute`: the trainings of check.py. In all of these the ranks are forks of a process
-  that has imported everything, without a launcher
+- `forked`: ranks that fail, or are ended: exit codes and what they print. `execute`: the trainings
+  of check.py. In both the ranks are forks of a process that has imported everything, without a
+  launcher
 - `launch`, `Launched`: a launcher that forks its ranks, where one matters, or a signal to it
 - `run`: a real interpreter, where its start or its end matters. With `programs/launcher` on its
   PYTHONPATH, the ranks of a real launcher are forks of it, as in test_slurm.py
@@ -88,17 +88,14 @@ class Launched:
 
 
 def train_forked(directory, *runs, together=2, **env):
-    """Outputs of several trainings (processes, recipe, flags), and what they printed, without a
-    launcher; {...} at the end of one is for programs/forked.py. A recipe's name stands for its
-    training on an eighth of the synthetic data, and a path is run as it is."""
+    """Outputs of several trainings (processes, script, flags), and what they printed, without a
+    launcher; {...} at the end of one is for programs/forked.py."""
     described = []
-    for index, (processes, recipe, flags, *more) in enumerate(runs):
-        one = {"processes": processes, "recipe": recipe, "flags": ["--log-every", 1, *flags]}
-        one |= {"plain": True, "directory": Path(directory, str(index))}
+    for index, (processes, script, flags, *more) in enumerate(runs):
+        one = {"processes": processes, "script": script, "directory": Path(directory, str(index))}
+        one["flags"] = ["--log-every", 1, *flags, "--output-dir", "."]
         one |= more[0] if more else {}
-        if isinstance(recipe, Path):
-            one["directory"].mkdir(exist_ok=True)
-            one |= {"script": recipe, "flags": [*one["flags"], "--output-dir", "."]}
+        one["directory"].mkdir(exist_ok=True)
         described.append(one)
     results = []
     answers = forked(described, directory, together, **env)
@@ -131,19 +128,6 @@ def forked(runs, directory, together=1, imports=(), **env):
     answer = ask_fork_server(request).readline()
     assert answer, "programs/forked.py has ended"
     return json.loads(answer)
-
-
-def answers(program, directory, cases, **env):
-    """{case: the JSON that a program under tests/programs writes}, for {case: (processes, flags of
-    the program)}, two at a time."""
-    common = {"script": ROOT / f"tests/programs/{program}.py", "directory": directory}
-    runs = [
-        {**common, "processes": processes, "flags": [f"{case}.json", *flags]}
-        for case, (processes, *flags) in cases.items()
-    ]
-    for codes, output in forked(runs, directory, together=2, **PROGRAMS, **env):
-        assert set(codes) == {0}, output
-    return {case: json.loads(Path(directory, f"{case}.json").read_text()) for case in cases}
 
 
 def execute(command, environment, timeout, imports=()):

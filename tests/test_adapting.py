@@ -1,10 +1,11 @@
 """Each example trains: composed by `make new`, with additions, it passes `make check` on the data
 that the commands in its docstring make. What they compute: test_examples.py."""
 
+import json
 import re
 import shlex
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import accelerate
@@ -16,8 +17,8 @@ import running
 import torch
 import toy
 from composed import make
-from conftest import load
-from lazy import validation
+from conftest import Exit, load
+from lazy import datasets, lib, validation
 from processes import execute
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler
@@ -47,6 +48,11 @@ ADDED = {
 DRAWN = {"grpo", "masked_lm", "reranker", "text_to_image"}
 WINDOWS = {"fine_tune", "language_model", "mixture", "tokens"}  # of tokens, and their targets
 FOLDERS = {"photos", "balanced", "tar_shards", "vit"}  # for training and test
+BY_LENGTH = {"by_length", "sft", "preferences", "speech", "fine_tune_speech"}
+OF_ROWS = ["photos", "balanced", "vit", "clip", "text_to_image", "vision_chat", "fine_tune", "sft"]
+OF_ROWS += ["masked_lm", "preferences", "grpo", "text_classification", "token_classification"]
+OF_ROWS += ["seq2seq", "reranker", "embeddings", "speech", "fine_tune_speech"]
+OF_IMAGES = "toy/photos", "toy/rare", "toy/captions"  # which are folders
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
@@ -57,6 +63,7 @@ STREAMS = {
     "fine_tune": ["--text", "toy/text-?.parquet", *OF_LANES],
     "sft": ["--chats", "toy/chats-?.parquet", *OF_LANES],
     "clip": ["--captions", "toy/captions-?.parquet", *OF_LANES],
+    "text_to_image": ["--images", "toy/captions-?.parquet", "--caption", "caption", *OF_LANES],
 }
 STREAMED = [(task, recipe, *flags) for task, flags in STREAMS.items() for recipe in RECIPES[task]]
 # Copies of these bring most additions to the other recipes.
@@ -177,29 +184,121 @@ def contents(data, seed=0):
         yield tuple(numpy.asarray(x).tobytes() for x in tree_leaves(sample))
 
 
+@pytest.fixture
+def copy_of(directory, monkeypatch):
+    """A function that returns a copy with a task as a module, and a function that returns the flags
+    of its first command, with lists in place of some, and the DataLoaders."""
+
+    def copy_of(task):
+        monkeypatch.chdir(directory(task))
+        mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task), exits=True)
+
+        def loaders(**changed):
+            flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
+            flags = [x for flag in flags for x in changed.get(flag, [flag])]
+            monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
+            args = mine.parse_args("", mine.add_flags)
+            mine.set_batch_sizes(args, 1, 1)
+            Path(args.output_dir).mkdir(exist_ok=True)
+            return args, *mine.load_data(args, accelerate.Accelerator(cpu=True))
+
+        return mine, loaders
+
+    return copy_of
+
+
 @pytest.mark.parametrize("task", WITH_DATA)
-def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(
-    task, directory, monkeypatch
-):
+def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(task, copy_of):
     """The training set has another order in each epoch."""
-    monkeypatch.chdir(directory(task))
-    mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task))
-    flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
-    monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
-    args = mine.parse_args("", mine.add_flags)
-    mine.set_batch_sizes(args, 1, 1)
-    Path(args.output_dir).mkdir()
-    train, test = mine.load_data(args, accelerate.Accelerator(cpu=True))
+    mine, loaders = copy_of(task)
+    args, train, test = loaders()
     trained, tested = train.dataset, {*contents(test.dataset)}
     orders = (getattr(mine, "Ordered", ()), getattr(mine, "ByLane", ()))
     is_ordered = isinstance(trained, orders)
     assert is_ordered or isinstance(train.sampler, RandomSampler)
     assert task not in WINDOWS or next(iter(train)).shape == (8, args.length + 1)
     assert task in DRAWN or tested == {*contents(test.dataset, seed=1)}
+    if task in BY_LENGTH:  # each global batch has samples of similar lengths
+        sizes = [max(numpy.asarray(x).size for x in tree_leaves(sample)) for sample in trained]
+        batches = sorted(sorted(sizes[i : i + 8]) for i in range(0, len(sizes), 8))
+        assert [x for batch in batches for x in batch] == sorted(sizes) and len({*sizes}) > 8
     if not getattr(args, "test", None) and task not in FOLDERS:  # one file for both
         trained = trained.dataset if is_ordered else trained
         shared = tested & {*contents(validation.read_as_test(trained, test.dataset))}
         assert len(shared) <= (task == "vision_chat"), "in which chats without images are equal"
+
+
+def rows_in(path):
+    """The rows of a file, or of a folder of images in classes, with the files that they name."""
+    path = path / "metadata.jsonl" if (path / "metadata.jsonl").exists() else path
+    if path.is_dir():
+        return [{"image": str(x), "label": x.parent.name} for x in sorted(path.glob("*/*.png"))]
+    lines = path.read_text().splitlines()
+    if path.suffix == ".conll":
+        sentences = lib.entities.read_conll(str(path))
+        return [{"tokens": words, "ner_tags": tags} for words, tags in sentences]
+    if path.suffix == ".tsv":
+        pairs = [line.split("\t") for line in lines]
+        return [{"audio": str(path.parent / x), "text": text} for x, text in pairs]
+    if path.suffix == ".txt":
+        return [{"text": line} for line in lines]
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        for name in row.keys() & {"image", "file_name"}:
+            row["image"] = str(path.parent / row.pop(name))
+        if path.parent.name == "image_chats":
+            question, answer = row["messages"]
+            images = [part for part in question["content"] if "path" in part]
+            row["images"] = [str(path.parent / image.pop("path")) for image in images]
+            answer["content"] = [{"type": "text", "text": answer["content"]}]
+    return rows
+
+
+@cache
+def with_datasets(flag):
+    """The rows of a flag as the `datasets` library saves them, and as a folder of Parquet files."""
+    made = datasets.Dataset.from_list(rows_in(Path(flag)))
+    image, audio = datasets.Image(), datasets.Audio()
+    kinds = {"image": image, "audio": audio, "images": datasets.List(image)}
+    for name in kinds.keys() & {*made.column_names}:
+        made = made.cast_column(name, kinds[name])
+    if "label" in made.column_names:
+        made = made.class_encode_column("label")
+    made.save_to_disk(f"{flag}.saved")
+    Path(f"{flag}.files").mkdir()
+    made.to_parquet(f"{flag}.files/train.parquet")
+    return f"{flag}.saved", f"{flag}.files:train"
+
+
+@pytest.mark.parametrize("task", OF_ROWS)
+def test_all_sources_give_a_task_the_same_samples(task, copy_of):
+    _, loaders = copy_of(task)
+    _, *expected = loaders()
+    flags = [x for x in commands(task)[1] if ("." in x and "toy/" in x) or x in OF_IMAGES]
+    folder = flags[0] if task in FOLDERS else None
+    flags = [f"{folder}/train", f"{folder}/test"] if folder else flags
+    for sources in zip(*map(with_datasets, flags), strict=True):
+        changed = {flag: [source] for flag, source in zip(flags, sources, strict=True)}
+        if folder:
+            changed = {folder: [sources[0], "--test", sources[1]]}
+        _, *found = loaders(**changed)
+        for one, other in zip(found, expected, strict=True):
+            assert [*contents(one.dataset)] == [*contents(other.dataset)], sources
+
+
+@pytest.mark.parametrize("task", [x for x in OF_ROWS if ".jsonl" in str(commands(x))])
+def test_a_row_without_a_value_or_with_one_of_another_type_is_one_line(task, copy_of):
+    _, loaders = copy_of(task)
+    flag = next(x for x in commands(task)[1] if x.endswith(".jsonl"))
+    *rows, last = [json.loads(x) for x in Path(flag).read_text().splitlines()]
+    values = [(name, value) for name in last for value in (None, {"a": 1})]
+    for number, (name, value) in enumerate(values):
+        path = flag.replace(".jsonl", f"{number}.jsonl")
+        toy.write_json_lines(Path(path), [*rows, last | {name: value}])
+        with pytest.raises(Exit) as error:
+            loaders(**{flag: [path]})
+        line = str(error.value)
+        assert f"{path}, row {len(rows) + 1}: " in line and "\n" not in line
 
 
 def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():

@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Exit, load
+from conftest import CNN, SHORT, Exit, copy, load
 from processes import train_forked
 
 recipe = load("recipes/amp_cifar.py", exits=True)
 
 
 def test_a_training_in_bf16_follows_that_in_fp32_and_fp32_is_that_of_ddp(tmp_path):
-    flags = ["--max-steps", 5, "--batch-size", 32]
-    runs = [(2, "amp_cifar", [*flags, "--precision", x]) for x in ("fp32", "bf16")]
-    fp32, bf16, ddp = train_forked(tmp_path, *runs, (2, "ddp_cifar", flags))
+    flags = [*CNN, "--max-steps", 5, "--batch-size", 32]
+    ddp, amp = (copy(x, tmp_path / f"{x}.py", *SHORT) for x in ("ddp_cifar", "amp_cifar"))
+    runs = [(2, amp, [*flags, "--precision", x]) for x in ("fp32", "bf16")]
+    fp32, bf16, ddp = train_forked(tmp_path, *runs, (2, ddp, flags))
     for precision, result in (("fp32", fp32), ("bf16", bf16)):
         losses, expected = ([line["loss"] for line in run.train] for run in (result, ddp))
         assert (losses == expected) == (precision == "fp32")

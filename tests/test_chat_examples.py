@@ -1,5 +1,5 @@
 """What sft and preferences compute, against independent references. That their copies train:
-test_adapting.py."""
+test_adapting.py. Which tokens are trained: test_chat_targets.py."""
 
 import json
 import shutil
@@ -10,19 +10,12 @@ import torch
 import toy
 from composed import assert_one_line, make
 from conftest import ROUNDING_FLOAT32
-from lazy import lib, lora, peft, preferences, sft, tokenizers, transformers
+from lazy import lib, lora, peft, preferences, sft, transformers
 from processes import train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-PLAIN = (
-    "{% for x in messages %}<|{{ x.role }}|>\n{{ x.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-# As if the question were another one when an answer follows.
-FORGETS = PLAIN.replace("<|{{", "{{ 'Ask. ' if loop.last }}<|{{")
 CHATS = [
     [("user", "Hi"), ("assistant", " Hello, grüß dich 🙂 ")],
     [("user", "1 + 1"), ("assistant", "2"), ("user", "sure?\n"), ("assistant", "Yes,\n\nI am")],
@@ -30,26 +23,20 @@ CHATS = [
     [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "a longer answer than all")],
 ]
 CHATS = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
+ARGS = SimpleNamespace(length=1000, beta=0.3)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The directory of a tiny model, in bf16, and its tokenizer."""
+    """The directory of a tiny Llama, in bf16, and its tokenizer."""
     path = tmp_path_factory.mktemp("base")
-    (path / "text.txt").write_text(json.dumps(CHATS, ensure_ascii=False) * 9)
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train(str(path / "text.txt"), 320, special_tokens=SPECIAL)
-    options = {"tokenizer_object": tokenizer, "eos_token": "<|end|>", "chat_template": PLAIN}
-    transformers.PreTrainedTokenizerFast(**options).save_pretrained(path)
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(intermediate_size=16, vocab_size=320, **size)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
-    return path
+    toy.make("chats", path)
+    return path / "llama"
 
 
 @pytest.fixture
 def tokenizer(base):
+    lib.chat.say.cache_clear()
     return transformers.AutoTokenizer.from_pretrained(base)
 
 
@@ -59,13 +46,20 @@ def model(base):
     return lib.token_losses.with_token_losses(model)
 
 
-ARGS = SimpleNamespace(length=1000, beta=0.3)
-
-
-def tokenized(tokenizer, messages, args, first=0):
+def tokenized(tokenizer, messages, first=0):
     """The only sample of a conversation."""
-    (sample,) = lib.chat.samples_of(tokenizer, messages, args, first=first)
+    (sample,) = lib.chat.samples_of(tokenizer, messages, ARGS, first=first)
     return sample
+
+
+def trained(tokenizer, messages, tools=None):
+    """The text of the targets of a conversation, or the error."""
+    try:
+        (sample,) = lib.chat.samples_of(tokenizer, messages, ARGS, tools)
+    except ValueError as error:
+        return f"error: {error}"
+    targets = sample[:, 1]
+    return tokenizer.decode(targets[targets != -100])
 
 
 def writing(content, prompt=""):
@@ -86,30 +80,82 @@ def calling(arguments):
     return {"content": None, "tool_calls": [{"type": "function", "function": function}]}
 
 
+def answering(**more):
+    return chat("a", {"content": "b", **more})
+
+
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 INNER = "<think>\nIt is late.</think>\nNo."
 ODD = """ "Ä" \t\\nabla\n\n{'a': [1]} </b> & \\\\ \U0001f642\n"""
+WHOLE = writing("{{ x.content }}")
+CASES = {
+    # What a template leaves out is an error, but not what it strips, or writes as JSON, nor the
+    # reasoning of earlier turns.
+    "calls": (WHOLE, chat("a", calling({})), "error: the chat template leaves out the tool calls"),
+    "reasoning": (
+        writing("{{ x.content.split('</think>')[-1] }}"),
+        chat("a", INNER),
+        "error: the chat template leaves out the reasoning of message 2",
+    ),
+    "content": (
+        writing("{{ x.content[:3] }}"),
+        chat("a", "of four"),
+        "error: the chat template leaves out the content of message 2, of the assistant",
+    ),
+    "JSON": (
+        writing("{{ x.content | trim | tojson }}"),
+        chat(ODD, ODD, ODD, ODD),
+        2 * (json.dumps(ODD.strip(), ensure_ascii=False) + "<|end|>"),
+    ),
+    "other tags": (
+        writing("{{ x.content.replace('think>', 'thought>') }}"),
+        chat("a", INNER),
+        INNER.replace("think>", "thought>") + "<|end|>",
+    ),
+    "the prompt": (
+        "{{ 'Ask. ' if messages[1:] }}" + WHOLE,
+        chat("a", "b"),
+        "error: the chat template changes what comes before an answer",
+    ),
+    # A key is used, or refused.
+    "weight": (WHOLE, answering(weight=0.5), "error: the weight of a message is 0.5"),
+    "refusal": (WHOLE, answering(refusal="No."), "error: 'refusal' would be ignored: remove it"),
+    "a key that is read": (
+        writing("{{ x.get('refusal', '') }}{{ x.content }}"),
+        answering(refusal="No."),
+        "No.b<|end|>",
+    ),
+    "harmless keys": (
+        WHOLE,
+        answering(function_call=None, id=3, model_name="m", tool_calls=[]),
+        "b<|end|>",
+    ),
+    "tools": (
+        writing("{% for y in tools %}{{ y }}{% endfor %}{{ x.content }}"),
+        answering(),
+        'error: the chat template needs "tools" in each row',
+    ),
+    "roles": (WHOLE, [{"role": "gpt", "content": "a"}], "error: no message has the role assistant"),
+    "no question": (WHOLE, chat("a", "b")[1:], "error: nothing comes before the answer"),
+    # An answer counts from its first token, if that begins as the prompt goes on; whether the
+    # message or the template writes that.
+    "another tag": (
+        writing("{{ x.content }}", "<think>\n"),
+        chat("a", "<answer>4</answer>", "b", "</think>4"),
+        "<answer>4</answer><|end|></think>4<|end|>",
+    ),
+    "a tag of the template": (
+        writing("{{ '</think>' if x.role == 'assistant' }}{{ x.content }}", "<think>\n"),
+        chat("a", "4"),
+        "</think>4<|end|>",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "messages", "left_out"),
-    [
-        ("{{ tools if loop.first }}{{ x.content }}", chat("a", calling({})), "tool calls of mes"),
-        ("{{ x.content.split('</think>')[-1] }}", chat("a", INNER), "reasoning of message 2"),
-        ("{{ x.content[:3] }}", chat("a", "of four"), "content of message 2, of the assistant"),
-        ("{{ x.content | trim | tojson }}", chat(ODD, ODD, ODD, ODD), None),
-        ("{{ x.content if loop.last else x.content.split('>')[-1] }}", chat("a", INNER) * 2, None),
-        ("{{ x.content.replace('think>', 'thought>') }}", chat("a", INNER), None),
-    ],
-)
-def test_what_a_template_leaves_out_is_an_error(content, messages, left_out, tokenizer):
-    """Not what it strips, or writes as JSON, nor the reasoning of earlier turns."""
-    tokenizer.chat_template = writing(content)
-    if not left_out:
-        assert lib.chat.samples_of(tokenizer, messages, ARGS, TOOLS)
-        return
-    with pytest.raises(ValueError, match=f"the chat template leaves out the {left_out}"):
-        lib.chat.samples_of(tokenizer, messages, ARGS, TOOLS)
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_row_has_is_trained_or_is_an_error(case, tokenizer):
+    tokenizer.chat_template, messages, expected = CASES[case]
+    assert trained(tokenizer, messages)[: len(expected)] == expected
 
 
 TEXT = '{"city":"Köln","days":[3]}'
@@ -131,103 +177,47 @@ def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, o
     question = {"role": "user", "content": "", "tool_calls": None}  # as in a row of a table
     for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text or of_object)):
         messages = [question, {"role": "assistant", **calling(given)}]
-        for tools in (None, TOOLS, json.dumps(TOOLS)):
-            (sample,) = lib.chat.samples_of(tokenizer, messages, ARGS, tools)
-            targets = sample[:, 1]
-            assert tokenizer.decode(targets[targets != -100]) == f"weather {expected}<|end|>"
-
-
-@pytest.mark.parametrize(
-    ("content", "answer", "error"),
-    [
-        ("{{ x.content }}", {"weight": 0.5}, "the weight of a message is 0.5"),
-        ("{{ x.content }}", {"refusal": "No."}, "'refusal' would be ignored: remove it"),
-        ("{{ x.content }}", {"function_call": {"name": "f"}}, "'function_call' would be ignored"),
-        ("{{ x.get('refusal', '') }}{{ x.content }}", {"refusal": "No."}, None),
-        ("{{ x.content }}", {"function_call": None, "id": 3, "model_name": "m"}, None),
-        ("{% for y in tools %}{{ y }}{% endfor %}{{ x.content }}", {}, 'needs "tools" in each row'),
-        ("<|{{ x.content }}", {"tool_calls": []}, None),
-    ],
-)
-def test_a_key_of_a_message_is_used_or_refused(content, answer, error, tokenizer):
-    tokenizer.chat_template = writing(content)
-    messages = chat("a", {"content": "b", **answer})
-    if not error:
-        assert lib.chat.samples_of(tokenizer, messages, ARGS)
-        return
-    with pytest.raises(ValueError, match=error):
-        lib.chat.samples_of(tokenizer, messages, ARGS)
+        for tools in (None, json.dumps(TOOLS)):
+            assert trained(tokenizer, messages, tools) == f"weather {expected}<|end|>"
 
 
 @pytest.mark.parametrize("key", ["system", "functions", "answer", "image"])
 def test_a_key_of_a_row_is_used_or_harmless(key):
-    lib.turns.check_keys(
-        {key: None, "prompt_id": 3, "score-chosen": 1, "messages": []}, ["messages"]
-    )
+    harmless = {"prompt_id": 3, "score-chosen": 1, "messages": []}
+    lib.turns.check_keys({key: None, **harmless}, ["messages"])
     with pytest.raises(ValueError, match=f"'{key}' would be ignored"):
-        lib.turns.check_keys({key: "a", "messages": []}, ["messages"])
+        lib.turns.check_keys({key: "a", **harmless}, ["messages"])
 
 
 def test_notes_are_said_once(tokenizer, capsys):
-    lib.chat.say.cache_clear()
     beside = {**calling({}), "content": "I look."}
-    tokenizer.chat_template = writing("{{ x.content if not x.tool_calls }}{{ x.tool_calls }}")
+    content = "{{ x.content if not x.tool_calls }}{{ x.tool_calls }}"
+    tokenizer.chat_template = writing(content, prompt="<think>")
     for _ in range(2):
         assert not lib.chat.samples_of(tokenizer, chat("a", beside, "b", "c"), ARGS)
-        assert lib.chat.samples_of(tokenizer, chat("a <|end|>", "c"), ARGS)
+        assert lib.chat.samples_of(tokenizer, chat("a <|end|>", "<tool>c"), ARGS)
+    notes = "leaves out texts beside tool calls", "'<|end|>' in the text of a message becomes a tok"
+    notes += ("are generated behind '<|assistant|><think>', but some are trained without it",)
     lines = capsys.readouterr().err.splitlines()
-    assert ["leaves out texts beside tool calls" in x for x in lines] == [True, False]
-    assert "'<|end|>' in the text of a message becomes a token" in lines[1]
+    assert [note in line for note, line in zip(notes, lines, strict=True)] == [True] * 3
+    lib.chat.say.cache_clear()
+    tokenized(tokenizer, chat("a", "<think>b"))
+    assert not capsys.readouterr().err
 
 
 def test_texts_of_others_take_linear_time(tokenizer):
     """They took minutes."""
     assert lib.turns.squeezed("\\" * 10**6 + "a") == "a"
     date = """{{ strftime_now('%d %b %Y') }}{{ strftime_now( "%Y-%m-%d") }}{#"""
-    tokenizer.chat_template = date + "strftime_now('" * 10**5 + "#}" + PLAIN
-    text = tokenizer.decode(tokenized(tokenizer, CHATS[0], ARGS)[:, 0])
+    tokenizer.chat_template = date + "strftime_now('" * 10**5 + "#}" + tokenizer.chat_template
+    text = tokenizer.decode(tokenized(tokenizer, CHATS[0])[:, 0])
     assert text.startswith("26 Jul 20242024-07-26<|user|>")
 
 
-def test_an_answer_that_does_not_follow_its_prompt_is_said_once(tokenizer, capsys):
-    """It counts from its first token, if that begins as the prompt goes on."""
-    tokenizer.add_tokens(["<think>", "<tool>"])
-    tokenizer.chat_template = writing("{{ x.content }}", prompt="<think>")
-    for _ in range(2):
-        targets = tokenized(tokenizer, chat("a", "<tool>b", "c", "d"), ARGS)[:, 1]
-        assert tokenizer.decode(targets[targets != -100]) == "<tool>b<|end|>d<|end|>"
-    [line] = capsys.readouterr().err.splitlines()
-    assert "are generated behind '<|assistant|><think>', but some are trained without it" in line
-    tokenized(tokenizer, chat("a", "<think>b"), ARGS)
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("answer", ["<answer>4</answer>", "</think>4"])
-def test_an_answer_that_begins_like_its_prompt_loses_nothing(answer, tokenizer):
-    """Whether the message or the template writes what is alike."""
-    for content, given in (("{{ x.content }}", answer), (f"{answer[:-1]}{{{{ x.content }}}}", "4")):
-        tokenizer.chat_template = writing(content, prompt="<think>\n")
-        targets = tokenized(tokenizer, chat("a", given), ARGS)[:, 1]
-        trained = tokenizer.decode(targets[targets != -100])
-        assert trained in (f"{answer}<|end|>", f"{answer[:-1]}4<|end|>")
-
-
-def test_a_token_of_two_messages_is_an_error(tokenizer):
-    tokenizer.chat_template = "{% for x in messages %}{{ x.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="message 2 shares a token with another one"):
-        lib.chat.samples_of(tokenizer, chat("us", "er"), ARGS)
-
-
 ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
-    "an eos": (PLAIN, 4, [4], None),
-    "one of several": (PLAIN, [2, 4], [2, 4], None),
-    "none": (PLAIN, [0], [0, 4], "generation_config.json gets <|end|>, in which answers end here"),
-    "no token": (
-        "{% for x in messages %}{{ x.content }}{% endfor %}",
-        4,
-        [4],
-        "learns no end",
-    ),
+    "one of several": (WHOLE, [1, 2], [1, 2], None),
+    "none": (WHOLE, 0, [0, 2], "generation_config.json gets <|end|>, in which answers end here"),
+    "no token": ("{% for x in messages %}{{ x.content }}{% endfor %}", 2, [2], "learns no end"),
     "another form": ("{{ messages[3].content }}", [0], [0], None),
 }
 
@@ -276,7 +266,7 @@ def gradient(model, loss):
 
 def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer):
     """In however many microbatches: their gradients are weighted as in a recipe's `train_step`."""
-    samples = [tokenized(tokenizer, messages, ARGS) for messages in CHATS]
+    samples = [tokenized(tokenizer, messages) for messages in CHATS]
     exact = -torch.cat([by_hand(model, sample) for sample in samples]).mean()
     expected = gradient(model, exact)
     for size in (1, 2, 4):
@@ -299,7 +289,7 @@ def pairs_of(tokenizer):
         rejected = [*messages[:-1], {"role": "assistant", "content": "I do not want to say"}]
         first = len(messages) - 1
         both = messages, rejected
-        found.append([tokenized(tokenizer, x, ARGS, first=first) for x in both])
+        found.append([tokenized(tokenizer, x, first=first) for x in both])
     return found
 
 
@@ -341,7 +331,7 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     """Targets are of the last answer alone, and pairs without a difference are left out."""
     path = tmp_path / "pairs.jsonl"
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
-    path.write_text("\n".join(map(json.dumps, [line, line, same, *[line] * 8])))
+    toy.write_json_lines(path, [line, line, same, *[line] * 8])
     lib.chat.TARGETS.clear()
     args = SimpleNamespace(base=base, chat_template=None, output_dir=tmp_path, pairs=path, seed=0)
     args.test, args.prompt, args.chosen, args.rejected = None, "prompt", "chosen", "rejected"
@@ -351,37 +341,28 @@ def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
     sequences, reference = next(iter(test))
     assert reference.shape == (1, 2)
     both = CHATS[1], [*PROMPT, OTHER]
-    expected = lib.chat.pad_chats([tokenized(tokenizer, x, ARGS, first=3) for x in both])
+    expected = lib.chat.pad_chats([tokenized(tokenizer, x, first=3) for x in both])
     assert torch.equal(sequences[0], expected)
     trained = [tokenizer.decode(x[x != -100]) for x in sequences[0, :, :, 1]]
-    assert trained == ["Yes,\n\nI am<|end|>\n", "no<|end|>\n"]
+    assert trained == ["Yes,\n\nI am<|end|>", "no<|end|>"]
 
 
-SYSTEM, USER, ANSWER = ({"role": role, "content": "a"} for role in ("system", "user", "assistant"))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer"),
-    [
-        ([SYSTEM, USER], [ANSWER]),
-        ([SYSTEM, USER], "a"),
-        ([SYSTEM, USER], [USER, ANSWER]),
-        ([SYSTEM, USER], [SYSTEM, USER, ANSWER]),
-        ("a", [SYSTEM, USER, ANSWER]),
-        ([], [SYSTEM, USER, ANSWER]),
-    ],
-)
-def test_no_message_of_a_prompt_is_dropped(prompt, answer):
-    assert lib.pairs.conversation(prompt, answer) == [SYSTEM, USER, ANSWER]
+def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropped():
+    whole = [{"role": "system", "content": "Hi"}, *CHATS[1]]
+    for end in (2, 4):
+        for begin in range(end + 1):
+            assert lib.pairs.conversation(whole[:end], whole[begin:]) == whole
+            assert lib.pairs.conversation(whole[begin:end], whole) == whole
+    assert lib.pairs.conversation("1 + 1", "2") == CHATS[1][:2]
 
 
 @pytest.mark.parametrize(
     ("prompt", "answer", "error"),
     [
         ({"role": "user"}, "a", "is no text, and no list of messages"),
-        ([USER], {"content": "a"}, "is no text, and no list of messages"),
-        ([USER], [], "begins with no message of the prompt, nor of the assistant"),
-        ([USER], [{**USER, "content": "b"}, ANSWER], "begins with no message of the prompt"),
+        ("a", ["b"], "is no text, and no list of messages"),
+        ("a", [], "begins with no message of the prompt, nor of the assistant"),
+        ("a", chat("b", "c"), "begins with no message of the prompt"),
     ],
 )
 def test_pairs_in_no_known_form_are_an_error(prompt, answer, error):
@@ -405,7 +386,7 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
     expected = []
     for line in lines:
         both = [lib.pairs.conversation(line["prompt"], line[x]) for x in ("chosen", "rejected")]
-        samples = [tokenized(tokenizer, x, ARGS, first=1) for x in both]
+        samples = [tokenized(tokenizer, x, first=1) for x in both]
         expected.append([by_hand(model, sample).sum().item() for sample in samples])
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
@@ -430,8 +411,11 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         trained.load_state_dict(weights, strict=False)
         expected = trained(tokens).logits
         adapter = run.directory / "adapter"
-        name = json.loads((adapter / "adapter_config.json").read_text())
-        assert name["base_model_name_or_path"] == str(base)
+        for weights, named in (("other.safetensors", None), (None, str(base))):
+            args = SimpleNamespace(output_dir=run.directory, weights=weights)
+            lora.save_adapter(SimpleNamespace(is_main_process=True), trained, args)
+            config = json.loads((adapter / "adapter_config.json").read_text())
+            assert config["base_model_name_or_path"] == named
         frozen = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
         loaded = peft.PeftModel.from_pretrained(frozen, adapter)
         assert torch.equal(loaded(tokens).logits, expected)
@@ -448,43 +432,16 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         assert one == pytest.approx(other, rel=torch.finfo(torch.bfloat16).eps)
 
 
-def test_wrong_chats_and_templates_are_one_line(base, tmp_path):
-    good = [json.dumps({"messages": x}) for x in CHATS * 5]
-    alone = json.dumps({"messages": CHATS[0][1:]})
-    human = json.dumps({"messages": [{"role": x, "content": "a"} for x in ("human", "gpt")]})
-    files = {
-        "human": [human],
-        "good": good,
-        "alone": [good[0], alone],
-        "calls": [json.dumps({"messages": chat("a", calling("{}"))})],
-    }
-    for name, lines in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "forgets.jinja").write_text(FORGETS)
+def test_wrong_chats_are_one_line(base, tmp_path):
+    good = [{"messages": x} for x in CHATS * 5]
+    toy.write_json_lines(tmp_path / "good.jsonl", good)
+    toy.write_json_lines(tmp_path / "alone.jsonl", [good[0], {"messages": CHATS[0][1:]}])
     script = make(tmp_path / "mine.py", "ddp", "sft")
-    template = ["--chat-template", tmp_path / "forgets.jinja"]
     cases = {
-        "row 1: ValueError('the chat template leaves out the tool calls of me": ["calls"],
         "row 2: ValueError('nothing comes before the answer')": ["alone"],
-        "row 1: ValueError('no message has the role assistant, but human, g": ["human"],
-        "row 1: ValueError('the chat template changes what comes before an": ["good", *template],
         "good.jsonl: 0 rows for training do not fill one batch": ["good", "--length", 2],
         "would train in 16 bits: add lora": ["good", "--base-dtype", "bfloat16"],
     }
     for text, (name, *flags) in cases.items():
         cases[text] = [script, "--chats", tmp_path / f"{name}.jsonl", *flags, "--base", base]
     assert_one_line(cases, tmp_path, imports=["transformers.models.llama"])
-
-
-def test_chats_of_similar_lengths_make_a_global_batch(base, tmp_path):
-    question = {"role": "user", "content": "Hi"}
-    answers = [{"role": "assistant", "content": i * "a"} for i in range(30)]
-    lines = [{"messages": [question, answer]} for answer in answers]
-    toy.write_json_lines(tmp_path / "chats.jsonl", lines)
-    args = SimpleNamespace(base=base, chat_template=None, length=1000, output_dir=tmp_path, seed=0)
-    args.test = None
-    args.chats, args.batch_size, args.global_batch_size = tmp_path / "chats.jsonl", 3, 12
-    train, _ = sft.load_data(args, SimpleNamespace(is_main_process=False))
-    lengths = [len(x) for x in train.dataset]
-    assert len(lengths) == 24 and len({*lengths}) > 9
-    assert lengths == sorted(lengths[:12]) + sorted(lengths[12:])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,21 +25,14 @@ from processes import forked, outputs
 ERROR = re.compile(r"^\w+: error: (.*)", re.MULTILINE)
 
 
-def checkpoints(directory):
-    return sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
+def disturb(rank, step, what):
+    return {"DISTURB": json.dumps({rank: [step, what]})}
 
 
-def one_process(directory, *flags, stop=None, recipe="ddp_cifar"):
-    """A run of 20 steps; with `stop`, SIGTERM comes in its n-th step and it ends one step later."""
-    one = {"recipe": recipe, "processes": 1, "directory": directory}
-    disturbances = {"0": [stop, "SIGTERM"]} if stop else {}
-    return {**one, "flags": ["--batch-size", 64, *flags], "disturbances": disturbances}
-
-
-def the_error(answer, code=2):
+def the_error(answer):
     """The one line by which a run ended, without a traceback."""
     codes, output = answer
-    assert codes[0] == code and "Traceback" not in output, output
+    assert codes[0] == 2 and "Traceback" not in output, output
     (line,) = ERROR.findall(output)
     return line
 
@@ -64,7 +58,7 @@ KILLS = {  # rank, step, what it is about to do in the save after that, where th
 # A new checkpoint and its name are on the disk before an old one goes.
 ORDER = {
     "ddp_cifar": r"fsync unfinished\.pt\.tmp rename unfinished\.pt\.tmp fsync killed OLD",
-    "sharded_cifar": r"fsync run\.pt fsync (\S+) rename \1 fsync killed OLD",
+    "sharded_cifar": r"fsync shard-\S+ fsync run\.pt fsync (\S+) rename \1 fsync killed OLD",
 }
 
 
@@ -75,7 +69,7 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe
     flags = [*CNN, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
     flags += ["--log-every", 1, "--output-dir"]
     one = {"processes": 2, "script": script, "directory": tmp_path, "grace": 0.5}
-    kills = [{"DISTURB": json.dumps(kill)} for *kill, _ in KILLS[recipe]]
+    kills = [disturb(*kill) for *kill, _ in KILLS[recipe]]
     runs = [{**one, "flags": [*flags, "killed"], "env": env} for env in (*kills, {})]
     whole, *answers = forked([{**one, "flags": [*flags, "whole"]}, *runs], tmp_path)
     assert whole[0] == answers[-1][0] == [0, 0], answers[-1]
@@ -101,88 +95,86 @@ def test_where_a_checkpoint_cannot_be_written_all_ranks_exit_and_earlier_ones_st
     recipe, tmp_path
 ):
     """The disk is full, as far as one rank can tell, or the directory has become read-only."""
-    cases = [("File too large", disturb) for disturb in FULL_DISKS[recipe]]
+    cases = [("File too large", fault) for fault in FULL_DISKS[recipe]]
     cases += [("Permission denied", [0, 4, "read-only"])]
     flags = ["--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6]
     runs = []
-    for index, (_, disturb) in enumerate(cases):
+    for index, (_, fault) in enumerate(cases):
         directory = tmp_path / str(index)
         run = described_copy(directory, recipe, project=DISTURBED, flags=flags)
-        runs.append(run | {"processes": 2, "env": {"DISTURB": json.dumps(disturb)}})
+        runs.append(run | {"processes": 2, "env": disturb(*fault)})
     answers = forked(runs, tmp_path, together=2)
     for (reason, _), run, answer in zip(cases, runs, answers, strict=True):
         pattern = r"cannot write run/step-00000004, earlier ones stay \((.*)\)"
         assert reason in re.fullmatch(pattern, the_error(answer))[1] and answer[0][1] != 0, answer
         left = {path.stem for path in (run["directory"] / "run").iterdir()}
-        assert left == {"metrics", "run", "mine.from-00000000", "step-00000002"}
+        assert left == {"metrics", "run", "batches", "mine.from-00000000", "step-00000002"}
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_and_none_is_trained_over(tmp_path):
-    """A byte of the newest is flipped; of two, --keep 1 keeps the intact one. A run that is
-    complete is evaluated again. Where all are damaged, nothing is begun over them."""
-    directory = tmp_path / "run"
-    newest, summary = directory / "step-00000020.pt", directory / "summary.json"
-    again = one_process(directory, "--checkpoint-every", 10)
-    one = {**again, "flags": [*again["flags"], "--keep", 1]}
-    ((codes, output),) = forked([again], tmp_path)
-    assert codes == [0] and checkpoints(directory) == [10, 20], output
+def test_a_damaged_newest_checkpoint_is_skipped_and_each_script_is_kept(tmp_path):
+    """A byte of it is flipped; of two, --keep 1 keeps the intact one. Then the script is edited."""
+    flags = ["--batch-size", 32, "--max-steps", 16, "--checkpoint-every", 8]
+    one = described_copy(tmp_path / "mine", "ddp_cifar", project=DISTURBED, flags=flags)
+    keeping_one = {**one, "flags": [*one["flags"], "--keep", 1]}
+    directory, script = tmp_path / "mine/run", one["script"]
+    newest, first = directory / "step-00000016.pt", script.read_text()
+    ((codes, output),) = forked([one], tmp_path)
+    assert codes == [0], output
     weights, expected = (directory / "model.safetensors").read_bytes(), content(newest)
-    test_loss = json.loads(summary.read_text())["test_loss"]
-
     tensor = torch.load(newest, weights_only=True)["states"]["model"]["1.0.weight"]
     damaged = bytearray(newest.read_bytes())
     damaged[damaged.index(tensor.numpy().tobytes()) + 1000] ^= 1  # not in the padding
     newest.write_bytes(damaged)
-    ((codes, output),) = forked([{**one, "disturbances": {"0": [2, "SIGTERM"]}}], tmp_path)
-    assert codes == [143] and begin_of(output) == 10, output
-    assert output.count("skipping damaged") == 1 and "step-00000020.pt (" in output
-    stopped, damaged = checkpoints(directory)
-    assert 12 < stopped < damaged == 20, "one step after the signal, or later on a busy machine"
-    ((codes, output),) = forked([one], tmp_path)
+    script.write_text(first + "# edited\n")
+
+    ((codes, output),) = forked([{**keeping_one, "env": disturb(0, 10, "SIGTERM")}], tmp_path)
+    assert codes == [143] and begin_of(output) == 8, output
+    assert output.count("skipping damaged") == 1 and "step-00000016.pt (" in output
+    stopped, damaged = sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
+    assert 10 < stopped < damaged == 16, "one step after the signal, or later on a busy machine"
+    ((codes, output),) = forked([keeping_one], tmp_path)
     assert codes == [0] and begin_of(output) == stopped, output
-    assert checkpoints(directory) == [20]
+    assert [*directory.glob("step-*.pt")] == [newest]
     assert_identical(content(newest)["states"], expected["states"])
     assert (directory / "model.safetensors").read_bytes() == weights
-
-    intact = newest.read_bytes()
-    kept = {**json.loads(summary.read_text()), "test_loss": 0}
-    summary.write_text(json.dumps(kept))
-    ((codes, output),) = forked([again], tmp_path)
-    assert codes == [0] and json.loads(summary.read_text()) == kept, "as the training left it"
-    summary.unlink()
-    ((codes, output),) = forked([again], tmp_path)
-    assert codes == [0] and begin_of(output) == 20, output
-    assert json.loads(summary.read_text())["test_loss"] == test_loss
-    assert newest.read_bytes() == intact, "nothing was trained that had to be saved"
-
-    newest.write_bytes(intact[:-100])
-    torn = newest.read_bytes()
-    (answer,) = forked([again], tmp_path)
-    assert "has no intact checkpoint: choose another" in the_error(answer)
-    assert newest.read_bytes() == torn
+    kept = {path.name: path.read_text() for path in directory.glob("*.py")}
+    now = script.read_text()
+    assert kept == {"mine.from-00000000.py": first, "mine.from-00000008.py": now}
 
 
 OTHERS = "--log-every 5 --threads 1 --tracker tensorboard --hang-timeout 300 --evaluate-every 7"
-OTHERS += " --checkpoint-every 9 --keep 3 --data-dir x --batch-size 32 --global-batch-size 64"
+OTHERS += " --checkpoint-every 9 --keep 3 --data-dir x --batch-size 16 --global-batch-size 32"
 
 
-def test_other_hyperparameters_are_an_error_that_names_them(tmp_path):
-    directory = tmp_path / "run"
-    started, refused, continued, other = forked(
-        [
-            one_process(directory, stop=2),
-            one_process(directory, "--epochs", 3, "--lr", 0.2, "--clip-norm", 1, "--log-every", 5),
-            one_process(directory, *OTHERS.split(), stop=1),
-            one_process(directory, recipe="amp_cifar"),
-        ],
-        tmp_path,
-    )
-    assert started[0] == continued[0] == [143], continued
-    line = the_error(refused)
-    assert "step-00000003.pt has clip_norm 9.0, not 1.0; epochs 2, not 3; lr 0.1, not 0.2" in line
+def test_a_finished_run_is_evaluated_again_and_takes_no_other_hyperparameters(tmp_path):
+    """An error names them. Where all checkpoints are damaged, nothing is begun over them."""
+    one = described_copy(tmp_path / "mine", "ddp_cifar", flags=["--batch-size", 32])
+    directory = tmp_path / "mine/run"
+    newest, summary = directory / "step-00000002.pt", directory / "summary.json"
+    other = shutil.copy(one["script"], one["directory"] / "other.py")
+    changed = ["--max-steps", 3, "--lr", 0.2, "--clip-norm", 1, "--log-every", 5]
+
+    def run(*more, **different):
+        (answer,) = forked([{**one, "flags": [*one["flags"], *more], **different}], tmp_path)
+        return answer
+
+    assert run()[0] == [0]
+    intact, test_loss = newest.read_bytes(), json.loads(summary.read_text())["test_loss"]
+    kept = {**json.loads(summary.read_text()), "test_loss": 0}
+    summary.write_text(json.dumps(kept))
+    codes, output = run(*OTHERS.split())
+    assert codes == [0] and begin_of(output) == 2, output
+    assert json.loads(summary.read_text()) == kept, "as the training left it"
+    summary.unlink()
+    assert run()[0] == [0] and json.loads(summary.read_text())["test_loss"] == test_loss
+    line = the_error(run(*changed))
+    assert "step-00000002.pt has clip_norm None, not 1.0; lr 0.1, not 0.2; max_steps 2" in line
     assert "log_every" not in line and "choose another --output-dir" in line
-    assert begin_of(continued[1]) == 3
-    assert "recipe ddp_cifar, not amp_cifar" in the_error(other)
+    assert "recipe mine, not other" in the_error(run(script=other))
+    assert newest.read_bytes() == intact, "nothing was trained that had to be saved"
+    newest.write_bytes(intact[:-100])
+    assert "has no intact checkpoint: choose another" in the_error(run())
+    assert newest.read_bytes() == intact[:-100]
 
 
 @pytest.mark.slow

@@ -10,19 +10,30 @@ import torch
 from conftest import CNN, SHORT, Exit, assert_same_training, copy, load, project
 from processes import train_forked
 
+# As on an AMD machine with HIP_VISIBLE_DEVICES, which has precedence over CUDA_VISIBLE_DEVICES.
+GPUS_THAT_STAY = """
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 2
+"""
+
 
 def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path):
-    """In two epochs of little data, with dropout."""
+    """In two epochs of little data, with dropout. --cpu means no GPU whatever torch sees, and no
+    process group is open at the end."""
     dropout = "nn.Flatten(), nn.Linear(16", "nn.Flatten(), nn.Dropout(), nn.Linear(16"
     runs = []
-    for recipe in ("data_parallel_cifar", "ddp_cifar"):
-        script = copy(recipe, tmp_path / f"{recipe}.py", *SHORT, dropout)
+    for recipe, text in (
+        ("data_parallel_cifar", GPUS_THAT_STAY + project("data_parallel")),
+        ("ddp_cifar", ""),
+    ):
+        script = copy(recipe, tmp_path / f"{recipe}.py", *SHORT, dropout, project=text)
         runs.append((1, script, [*CNN, "--batch-size", 64, "--max-steps", 6]))
     result, reference = train_forked(tmp_path, *runs)
     assert len(result.train) == 6
     assert_same_training(reference, result, 0)
-    for name in ("steps", "global_batch_size", "precision"):
+    for name in ("steps", "global_batch_size", "precision", "device"):
         assert result.summary[name] == reference.summary[name], name
+    assert result.summary["replicas"] == 1 and "open at the end: False" in result.output
 
 
 @pytest.mark.parametrize(
@@ -42,21 +53,6 @@ def test_a_loss_that_is_not_finite_is_an_error():
     recipe = load("recipes/data_parallel_cifar.py", exits=True)
     with pytest.raises(Exit, match="the loss is not finite at step 4: lower --lr"):
         recipe.write(io.StringIO(), "train", 0, 4, {"loss": math.nan, "accuracy": 0.1})
-
-
-# As on an AMD machine with HIP_VISIBLE_DEVICES, which has precedence over CUDA_VISIBLE_DEVICES.
-GPUS_THAT_STAY = """
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 2
-"""
-
-
-def test_cpu_means_no_gpu_whatever_torch_sees_and_no_process_group_is_open_at_the_end(tmp_path):
-    text = GPUS_THAT_STAY + project("data_parallel")
-    script = copy("data_parallel_cifar", tmp_path / "mine.py", *SHORT, project=text)
-    (result,) = train_forked(tmp_path, (1, script, [*CNN, "--batch-size", 64, "--max-steps", 1]))
-    assert result.summary["device"] == "cpu" and result.summary["replicas"] == 1
-    assert "open at the end: False" in result.output
 
 
 @pytest.mark.parametrize("device", ["/dev/nvidia0", "/dev/kfd"])

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import toy
 from composed import make, rates_of
 from conftest import CNN, NARROW, ROUNDING_FLOAT32, Exit, load
-from lazy import fine_tune, lora, segmentation, sklearn, transformers
+from lazy import fine_tune, segmentation, sklearn, transformers
 from PIL import Image
 from processes import train_forked
 from safetensors.torch import load_file, save_file
@@ -37,9 +38,6 @@ from lib import fine_tuning, order
 from lib.mixed import Mixed
 
 pytestmark = pytest.mark.slow
-# Of the smallest models of transformers.
-SIZE = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-SIZE |= {"num_hidden_layers": 1, "vocab_size": 9}
 
 
 def test_an_average_of_weights_is_that_of_a_sum_in_float64():
@@ -64,27 +62,26 @@ def test_an_average_of_weights_is_that_of_a_sum_in_float64():
     assert model.num_batches_tracked == 29
 
 
-def test_activation_checkpointing_changes_no_weight_and_keeps_fewer_activations(tmp_path):
-    names = "ddp", "activation_checkpointing"
-    script = make(tmp_path / "mine.py", *names, replaced=NARROW)
-    without = "for block in shard_units(model):\n", "for block in ():\n"
-    plain = make(tmp_path / "plain.py", *names, replaced=[*NARROW, without])
-    flags = [*CNN, "--batch-size", 64, "--max-steps", 3]
-    ours, exact = train_forked(tmp_path, (2, script, flags), (2, plain, flags))
-    torch.testing.assert_close(ours.weights, exact.weights, rtol=0, atol=0)
+def test_activation_checkpointing_changes_no_gradient_and_keeps_fewer_activations(tmp_path):
+    mine = load(make(tmp_path / "mine.py", "ddp", "activation_checkpointing"))
+    images, saved, kept, gradients = torch.randn(8, 3, 32, 32), [], [], []
 
-    mine = load(script)
-    kept = []
+    def keep(x):
+        saved.append(x)
+        return x
+
     for checkpointed in (False, True):
+        torch.manual_seed(0)
         model = mine.build_model(SimpleNamespace(model="simple_cnn"))
         for block in mine.shard_units(model) if checkpointed else ():
             mine.checkpoint_activations(block)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
-            model(torch.randn(8, 3, 32, 32))
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            outputs = model(images)
         kept.append(len(saved))
-    blocks = len(mine.shard_units(model))
-    assert kept[1] == blocks < kept[0]  # torch keeps a placeholder of each
+        gradients.append(torch.autograd.grad(outputs.sum(), [*model.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert kept[1] == len(mine.shard_units(model)) < kept[0]  # torch keeps a placeholder of each
 
 
 def test_resnet20_has_the_size_and_the_shortcuts_of_the_paper():
@@ -249,12 +246,12 @@ def test_distillation_is_the_papers_loss(tmp_path):
 
 
 def test_diffusion_makes_the_image_whose_noise_the_model_knows(tmp_path):
-    of_image, of_noise = diffusion.mixture(torch.linspace(0, 1, 9))
+    of_image, of_noise = diffusion.shares(torch.linspace(0, 1, 9))
     torch.testing.assert_close(of_image**2 + of_noise**2, torch.ones(9, 1, 1, 1))
     assert of_image[0] == 1 and of_noise[0] == 0
 
     def exact_noise(x, time):
-        of_image, of_noise = diffusion.mixture(time)
+        of_image, of_noise = diffusion.shares(time)
         return (x - of_image * 0.5) / of_noise
 
     here = SimpleNamespace(device="cpu", is_main_process=True)
@@ -279,40 +276,18 @@ def test_the_mean_iou_is_that_of_all_pixels_that_count():
     assert loss.item() == pytest.approx(exact, rel=ROUNDING_FLOAT32)
 
 
-def test_an_adapter_names_its_base_which_transformers_loads(tmp_path):
-    """Unless the weights were others than the base's: then it must not."""
-    base = str(tmp_path / "base")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)).save_pretrained(base)
-    trained = lora.with_lora(transformers.AutoModelForCausalLM.from_pretrained(base))
-    lora.leave_out_frozen(trained)
-    for parameter in trained.parameters():
-        parameter.data += torch.randn_like(parameter) * parameter.requires_grad
-    assert all(".lora_" in name for name in trained.state_dict()), "no frozen weights"
-    save_file(trained.state_dict(), tmp_path / "model.safetensors")
-    names = []
-    for weights in ("other.safetensors", None):
-        args = SimpleNamespace(output_dir=tmp_path, weights=weights)
-        lora.save_adapter(SimpleNamespace(is_main_process=True), trained, args)
-        saved = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-        names.append(saved["base_model_name_or_path"])
-    assert names == [None, base]
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    tokens = torch.arange(9)[None]
-    torch.testing.assert_close(loaded(tokens).logits, trained(tokens).logits)
-
-
 def test_weights_in_bf16_are_fine_tuned_in_fp32(tmp_path):
     """Also their shapes on the meta device."""
-    saved = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)).bfloat16()
-    saved.save_pretrained(tmp_path)
-    args = SimpleNamespace(base=tmp_path)
+    toy.llama(tmp_path)
+    args = SimpleNamespace(base=tmp_path / "llama")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16)
     weights = fine_tune.build_model(args).state_dict()
     expected = {name: x.float() for name, x in saved.state_dict().items()}
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     with torch.device("meta"):
         shapes = fine_tune.build_model(args).state_dict()
-    assert {name: (x.shape, x.dtype) for name, x in shapes.items()} == {
-        name: (x.shape, x.dtype) for name, x in expected.items()
+    assert {k: (x.shape, x.dtype) for k, x in shapes.items()} == {
+        k: (x.shape, x.dtype) for k, x in expected.items()
     }
 
 
@@ -327,7 +302,6 @@ def test_a_task_has_defaults_that_suit_its_optimizer(name, tmp_path):
     mine = load(make(tmp_path / "mine.py", "ddp", name))
     parser = argparse.ArgumentParser(conflict_handler="resolve")  # as in the recipes
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--clip-norm", type=float)
     mine.add_flags(parser)
     assert parser.get_default("lr") <= 3e-3
     if name in FINE_TUNED:
@@ -337,7 +311,7 @@ def test_a_task_has_defaults_that_suit_its_optimizer(name, tmp_path):
 
 def test_transformers_decays_the_same_parameters_and_the_rate_has_a_short_before_first_step():
     for kind in ("Llama", "Bert"):
-        config = getattr(transformers, f"{kind}Config")(**SIZE)
+        config = getattr(transformers, f"{kind}Config")(vocab_size=9, **toy.SMALL)
         model = getattr(transformers, f"{kind}Model")(config)
         expected = transformers.Trainer.get_decay_parameter_names(None, model)
         optimizer, _ = fine_tuning.make_optimizer(model, SimpleNamespace(lr=1), 9)
@@ -367,9 +341,10 @@ def test_groups_of_parameters_keep_their_own_peak_rates(name):
 def test_two_optimizers_may_have_two_rates(tmp_path):
     """In a copy whose owner gave AdamW a tenth of Muon's rate."""
     edited = '[{"params": others}]', '[{"params": others, "lr": args.lr / 10}]'
-    script = make(tmp_path / "mine.py", "ddp", "second_optimizer", replaced=[edited])
-    (run,) = train_forked(tmp_path, (1, script, [*CNN, "--lr", 1e-3, "--max-steps", 2]))
-    assert run.summary["peak_learning_rate"] == pytest.approx([1e-3, 1e-4])
+    mine = load(make(tmp_path / "mine.py", "ddp", "second_optimizer", replaced=[edited]))
+    made = mine.make_two_optimizers(torch.nn.Linear(3, 3), SimpleNamespace(lr=1e-3), 9)
+    rates = [max(x) for x in zip(*rates_of(*made, 9), strict=True)]
+    assert rates == pytest.approx([1e-3, 1e-4])
 
 
 def test_two_optimizers_as_one_step_as_each_alone():

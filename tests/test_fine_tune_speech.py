@@ -165,14 +165,3 @@ def test_convolutions_are_frozen_and_no_layer_is_skipped(data, tmp_path):
     convolutions = [*model.wav2vec2.feature_extractor.parameters()]
     assert {x for x in model.parameters() if not x.requires_grad} == {*convolutions}
     assert convolutions and model.config.layerdrop == 0
-
-
-def test_utterances_of_similar_lengths_make_a_global_batch(data):
-    args = SimpleNamespace(base=str(data / "wav2vec2"), language=None, seed=0)
-    args.audio, args.text = "audio", "text"
-    args.train, args.test = (data / f"speech/{x}.tsv" for x in ("train", "test"))
-    args.batch_size, args.global_batch_size = 5, 15
-    train, _ = fine_tune_speech.load_data(args, SimpleNamespace(is_main_process=False))
-    lengths = [len(inputs["input_values"]) for inputs, _, _ in train.dataset]
-    assert len(lengths) == 30 and len({*lengths}) > 1
-    assert lengths == sorted(lengths[:15]) + sorted(lengths[15:])

@@ -1,7 +1,6 @@
 """What grpo computes, against independent references. That its copies train the same in every way:
 test_adapting.py."""
 
-import json
 import shutil
 from copy import deepcopy
 from types import SimpleNamespace
@@ -9,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import assert_one_line, make
+from composed import make
+from conftest import Exit, exit_by_exception
 from lazy import grpo, lib, lora, transformers
 from processes import train_forked
 
@@ -213,20 +213,10 @@ def test_a_model_learns_what_is_rewarded(base, tmp_path):
     assert run.summary["test_reward"] > 0.9 and run.summary["test_loss"] < -0.9
 
 
-def test_wrong_prompts_are_one_line(base, tmp_path):
-    good = {"prompt": "1 + 1", "answer": 2}
-    wrong = {
-        "row 2: KeyError('pattern'). Each row needs {\"prompt": {"prompt": "1 + 1"},
-        "row 2: ValueError('not enough values": {**good, "answer": "two"},
-        "('missing ), unterminated": {"prompt": "a", "pattern": "("},
-        "tokens, more than --length')": {**good, "prompt": "a " * 3000},
-        "argument --group: choose 2 or more": good,
-    }
-    script = make(tmp_path / "mine.py", "ddp", "grpo")
-    cases = {}
-    for number, (error, line) in enumerate(wrong.items()):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
-        cases[error] = [script, "--base", base, "--prompts", path]
-    cases["argument --group: choose 2 or more"] += ["--group", "1"]
-    assert_one_line(cases, tmp_path, imports=["transformers"])
+def test_a_prompt_that_is_too_long_and_a_group_of_one_are_errors(args, monkeypatch):
+    tokenizer, _ = lib.completions.tokenizer_and_ends(args.base, None)
+    with pytest.raises(ValueError, match="tokens, more than --length"):
+        lib.completions.prompt_tokens(tokenizer, {"prompt": "a " * 3000}, args)
+    monkeypatch.setattr("grpo.exit_with_error", exit_by_exception)
+    with pytest.raises(Exit, match="argument --group: choose 2 or more"):
+        grpo.load_data(SimpleNamespace(group=1), None)

@@ -1,19 +1,12 @@
 """A rank that stalls is named, and the run ends; a slow one is not."""
 
-import json
 import re
-import signal
 import socket
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import CNN, NARROW, SYNTHETIC_DATA, copy, load, project
-from processes import PROGRAMS, forked, outputs
-from torch import distributed
+from conftest import CNN, NARROW, SYNTHETIC_DATA, copy, project
+from processes import forked, outputs
 
-recipe = load("recipes/ddp_cifar.py")
 pytestmark = pytest.mark.slow
 
 HOST = socket.gethostname()
@@ -71,7 +64,7 @@ def stalled(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hangs")
     cases = {**OTHERS, **CASES}  # the longest first
     runs = [described(directory, name, *case) for name, case in cases.items()]
-    answers = forked(runs, directory, together=8, **PROGRAMS)
+    answers = forked(runs, directory, together=8)
     return {x: (a, run["script"]) for x, a, run in zip(cases, answers, runs, strict=True)}
 
 
@@ -106,21 +99,6 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
 def test_the_others_end_if_the_store_never_answers(stalled):
     (codes, output), _ = stalled["is stopped and has the store"]
     assert codes == [-9, 1] and f"Timeout (0:00:{TIMEOUT:02})!\n" in output, output
-
-
-def test_a_rank_in_the_broadcast_of_a_signal_waits_for_others_and_takes_the_result(tmp_path):
-    def wait():
-        sent.fill_(signal.SIGTERM)
-        recipe.Watcher.report(watcher, sys._getframe())
-
-    sent, store = torch.zeros(1, dtype=torch.int64), distributed.HashStore()
-    run = SimpleNamespace(store=store, cpu_group=None, directory=tmp_path)
-    watcher = SimpleNamespace(run=run, sent=sent, received=0, steps=0, timeout=1)
-    watcher.pending = SimpleNamespace(wait=wait)
-    watcher.library, watcher.identify = recipe.Watcher.library, lambda: None
-    assert recipe.Watcher.agreed_signal(watcher) == signal.SIGTERM
-    _, waits, place = json.loads(store.get(recipe.RANK_AND_HOST))
-    assert waits and place.endswith("in agreed_signal")
 
 
 def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):

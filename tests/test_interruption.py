@@ -2,6 +2,7 @@
 continues."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,6 @@ import signal
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,26 +19,21 @@ from conftest import (
     ACCELERATE,
     CNN,
     CONFIGS,
+    FEW_IMAGES,
     SHORT,
-    STEPS,
-    assert_identical,
     assert_same_training,
     begin_of,
-    content,
     copy,
     described_copy,
     load,
     project,
 )
 from processes import (
-    PROGRAMS,
-    ROOT,
     Launched,
     forked,
     free_port,
     launch,
     outputs,
-    train_forked,
     wait_until,
 )
 
@@ -61,7 +56,10 @@ CASES = {
 REPLACED = {
     "its launcher is killed": {"train_step": "slow_step"},
     "the launcher of one process is killed": {"train_step": "slow_step"},
-    "SIGTERM comes to each process": {"load_data": "data_of_a_fork_server"},
+    "SIGTERM comes to each process": {
+        "load_data": "data_of_persistent_workers",
+        "CONTEXT": '"forkserver"',
+    },
 }
 
 
@@ -229,12 +227,10 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank(tmp_path):
 
 
 def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(tmp_path):
-    waits = project("interruption", train_step="step_at_a_gate")
-    script = copy("sharded_cifar", tmp_path / "mine.py", *SHORT, project=waits)
-    flags = [*CNN, "--batch-size", 16, "--max-steps", 5, "--checkpoint-every", 2, "--keep", 9]
-    flags += ["--threads", 1]
-    command = [*LAUNCH, CONFIGS[2], script, *flags, "--log-every", 1]
-    command += ["--output-dir", tmp_path / "run"]
+    text = project("interruption", train_step="step_at_a_gate")
+    script = copy("ddp_cifar", tmp_path / "mine.py", *SHORT, project=text)
+    command = [*LAUNCH, CONFIGS[2], script, *CNN, "--batch-size", 16, "--max-steps", 5]
+    command += ["--log-every", 1, "--output-dir", tmp_path / "run"]
     with open(tmp_path / "log", "w") as log:
         first = Launched(command, env={**os.environ, "GATE": "2/3"}, output=log)
     try:
@@ -247,36 +243,36 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
         assert first.wait(300) == 0, (tmp_path / "log").read_text()
     finally:
         first.kill()
-    (alone,) = train_forked(tmp_path, (2, script, flags))
-    assert_same_training(outputs(tmp_path / "run"), alone, 0)
+    assert [line["step"] for line in outputs(tmp_path / "run").train] == [1, 2, 3, 4, 5]
 
 
-def test_on_a_file_system_without_locks_a_run_says_so_and_trains(tmp_path):
-    text = project("interruption", **{"os.lockf": "no_locks"})
-    one = described_copy(tmp_path / "run", "ddp_cifar", project=text)
-    ((codes, output),) = forked([one], tmp_path)
-    said = "mine: run cannot be locked (No locks available): start no second run in it"
-    assert codes == [0] and output.count(said) == 1, output
+def test_on_a_file_system_without_locks_one_line_says_so(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
+        monkeypatch.setenv(name, "mine")
+    monkeypatch.setattr(os, "lockf", no_locks)
+    recipe.lock_output_directory(tmp_path)
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
 
 def test_the_launcher_restarts_a_run_whose_rank_is_killed_or_stalls_to_the_same_end(tmp_path):
     """First a rank is killed in step 13, then one stalls there; a checkpoint every 5 steps."""
-    flags = ["--batch-size", 32, "--checkpoint-every", 5, "--hang-timeout", 10]
-    common = {"recipe": "ddp_cifar", "processes": 2, "flags": flags}
-    disturbances = {"1": [13, "SIGKILL"], "1.1": [3, "stall"]}
-    disturbed = {**common, "directory": tmp_path / "disturbed", "disturbances": disturbances}
-    ((codes, output),) = forked([{**common, "directory": tmp_path / "whole"}], tmp_path)
+    script = copy("ddp_cifar", tmp_path / "mine.py", FEW_IMAGES, project=project("disturbed"))
+    flags = [*CNN, "--batch-size", 16, "--max-steps", 16, "--log-every", 1]
+    flags += ["--checkpoint-every", 5, "--hang-timeout", 10, "--output-dir"]
+    one = {"processes": 2, "script": script, "directory": tmp_path}
+    ((codes, output),) = forked([{**one, "flags": [*flags, "whole"]}], tmp_path)
     assert codes == [0, 0], output
-    program = ROOT / "tests/programs/disturbed_training.py"
-    command = [*LAUNCH, CONFIGS[2], "--max_restarts", 2, program]
-    restarted = launch([*command, json.dumps(disturbed, default=str)], **PROGRAMS)
+    command = [*LAUNCH, CONFIGS[2], "--max_restarts", 2, script, *flags, "disturbed"]
+    disturb = json.dumps({"1": [13, "SIGKILL"], "1.1": [13, "stall"]})
+    restarted = launch(command, tmp_path, DISTURB=disturb, OMP_NUM_THREADS="1")
     begins = re.findall('"resumed_from": ([0-9]+)', restarted.stdout)
     assert begins == ["0", "10", "10", "10"], "at the start of each attempt, and in the results"
     assert restarted.stderr.count("no step for 10 s because of rank 1 on") == 1, restarted.stderr
-    name = f"step-{STEPS:08}.pt"
-    whole, disturbed = (content(tmp_path / run / name) for run in ("whole", "disturbed"))
-    assert_identical(whole, disturbed)
-    assert Path(tmp_path, "disturbed/summary.json").exists()
+    whole, disturbed = (outputs(tmp_path / name) for name in ("whole", "disturbed"))
+    assert_same_training(disturbed, whole, 0)
 
 
 ENDS = [(SystemExit(3), 3), (SystemExit(), 0), (KeyboardInterrupt(), 130), (ValueError(), 1)]

@@ -6,11 +6,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import Exit, load
-from PIL import Image
+from conftest import CNN, SHORT, Exit, copy, load
 from processes import ROOT, forked, train_forked
-
-from lib import images
 
 FLAGS = ["--max-steps", 2, "--checkpoint-every", 1, "--keep", 1]
 recipe = load("recipes/ddp_cifar.py", exits=True)
@@ -19,9 +16,9 @@ recipe = load("recipes/ddp_cifar.py", exits=True)
 @pytest.mark.parametrize("name", ["ddp_cifar", "sharded_cifar"])
 def test_files_of_the_owner_stay_as_they_are(name, tmp_path):
     """Named nearly as those of a run, or links of its names."""
-    flags = [*FLAGS, "--batch-size", 32]
-    (tmp_path / "first").mkdir()
-    (first,) = train_forked(tmp_path / "first", (1, name, flags))
+    script = copy(name, tmp_path / f"{name}.py", *SHORT)
+    flags = [*CNN, *FLAGS, "--batch-size", 32]
+    (first,) = train_forked(tmp_path, (1, script, flags, {"directory": tmp_path / "first"}))
     output = tmp_path / "0"
     output.mkdir()
     suffix = ".pt" if name == "ddp_cifar" else ""
@@ -43,7 +40,7 @@ def test_files_of_the_owner_stay_as_they_are(name, tmp_path):
     ):
         (output / link).symlink_to(tmp_path / "victim")
     before = {x: x.read_bytes() for x in output.rglob("*") if x.is_file() and not x.is_symlink()}
-    (run,) = train_forked(tmp_path, (1, name, flags))
+    (run,) = train_forked(tmp_path, (1, script, flags))
     assert run.summary["resumed_from"] == 0 and "resuming" not in run.output
     assert before and all(x.read_bytes() == content for x, content in before.items())
     assert (tmp_path / "victim").read_text() == "mine" and (output / "link.tmp").is_symlink()
@@ -131,14 +128,6 @@ def test_what_another_user_has_compiled_is_not_run(tmp_path):
     ((codes, output),) = forked([{**one, "flags": flags, "env": env}], tmp_path)
     assert codes == [2] and f"{cache} belongs to another user" in output, output
     assert [*cache.iterdir()] == []
-
-
-def test_an_eps_file_of_another_name_is_no_image(tmp_path):
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.eps")
-    (tmp_path / "a.eps").rename(tmp_path / "a.png")
-    with pytest.raises(OSError, match=r"a\.png: cannot identify image file"):
-        images.read_image(tmp_path / "a.png")
-    assert images.is_image("a.JPG") and not images.is_image("a.eps")
 
 
 def test_no_file_is_unpickled_without_its_types():

@@ -109,45 +109,30 @@ DISTURBED = project("disturbed") + FILES
 
 
 def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(tmp_path):
-    """Not even the running statistics. bf16 sums gradients in fp32, and leaves norms in fp32.
-    Gradients are summed once a step, or with --sync-each-batch after both microbatches."""
-    cases = {"fp32": [], "fp32 twice": ["--activation-checkpointing"]}
-    cases["bf16 twice"] = ["--activation-checkpointing", "--precision", "bf16", "--sync-each-batch"]
+    """Not even the running statistics. bf16 leaves norms in fp32."""
+    cases = [], ["--activation-checkpointing"], ["--precision", "bf16", "--sync-each-batch"]
     flags = [*CNN, "--batch-size", 8, "--global-batch-size", 32, "--max-steps", 3]
-    text = DISTURBED + project("sharded_counted")
+    text = DISTURBED + project("sharded", build_model="watched_model")
     script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
-    runs = [(2, script, [*flags, *own]) for own in cases.values()]
-    weights, losses, counted = {}, {}, {}
-    for name, run in zip(cases, train_forked(tmp_path, *runs), strict=True):
-        weights[name] = run.weights
-        losses[name] = [line["loss"] for line in run.train]
-        counted[name] = json.loads((run.directory / "counted.1").read_text())
-    assert weights["fp32"]["0.1.num_batches_tracked"] == 6
-    assert weights["fp32"]["1.1.running_mean"].abs().max() > 1e-4
-    assert_equal(weights["fp32 twice"], weights["fp32"])
-    assert counted["fp32"]["passes"] == 24 and counted["fp32 twice"]["passes"] == 48
-    assert losses["bf16 twice"] != losses["fp32"] and len(losses["fp32"]) == 3
-    assert losses["bf16 twice"] == pytest.approx(losses["fp32"], abs=0.02)
-    assert {x.dtype for x in weights["bf16 twice"].values()} == {torch.float32, torch.int64}
-    assert set(counted["bf16 twice"]["reduced"]) == {"torch.float32"}
-    sums = {name: len(count["reduced"]) for name, count in counted.items()}
-    # Before torch 2.15 the norms of two of the three units are groups of their own.
-    assert sums["fp32"] == 3 * 3 and sums["bf16 twice"] in (3 * 2 * 3, 3 * 2 * 5)
-    norms = {"BatchNorm2d torch.float32", "InstanceNorm2d torch.float32"}
-    assert set(counted["bf16 twice"]["computed"]) == {"Conv2d torch.bfloat16"} | norms
+    runs = train_forked(tmp_path, *((2, script, [*flags, *own]) for own in cases))
+    fp32, twice, bf16 = runs
+    assert_equal(twice.weights, fp32.weights)
+    passes = [run.output.count("computes in") for run in runs]
+    assert passes[1] - passes[0] == 2 * 3 * 2 * 2, "of ranks, steps, microbatches and layers"
+    losses = [[line["loss"] for line in run.train] for run in (bf16, fp32)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert {x.dtype for x in bf16.weights.values()} == {torch.float32, torch.int64}
+    types = set(re.findall("(\\w+) computes in (.*)", bf16.output))
+    assert types == {("Conv2d", "torch.bfloat16"), ("BatchNorm2d", "torch.float32")}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs g++")
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.redundant)]
-)
-def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(backend, tmp_path):
+def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_path):
     """Also with activation checkpointing. Each unit is a graph, in training and in an evaluation:
     more than torch keeps of one function by default. "aot_eager" runs the graphs that are otherwise
     translated into C++, which takes most of the time."""
     text = project("sharded", build_model="model_of_five_units") + project("graphs")
-    line = "dynamic=False)", f'dynamic=False, backend="{backend}")'
+    line = "dynamic=False)", 'dynamic=False, backend="aot_eager")'
     script = tmp_path / "mine.py"
     copy("sharded_cifar", script, FEW_IMAGES, line, project=text + IN_FLOAT64)
     flags = [*CNN, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
@@ -314,10 +299,9 @@ FILE_SIZE = 2**21
 
 
 @pytest.mark.slow
-def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tmp_path):
+def test_a_save_copies_two_files_in_host_memory(tmp_path):
     """Not all shards: the peak of a process's resident memory in a save, and when a run that
-    resumes reads. A file has less than FILE_SIZE and a tensor, at most half of a layer. The last
-    one has a bias only."""
+    resumes reads. A file has less than FILE_SIZE and a tensor, at most half of a layer."""
     text = project("sharded_measured", FILE_SIZE=FILE_SIZE)
     script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
     flags = [*CNN, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
@@ -328,9 +312,7 @@ def test_a_save_copies_two_files_in_host_memory_and_puts_them_all_on_the_disk(tm
     assert run.summary["resumed_from"] == 1
     most = 2 * (FILE_SIZE + 4 * 1024 * 1024 // 2) + 2**22  # and 4 MiB for what is not of shards
     for rank, files in enumerate(files_of_ranks(run.directory / "step-00000002")):
-        peaks, synced = json.loads((run.directory / f"measured.{rank}").read_text())
-        sizes = {path.name: path.stat().st_size for path in files}
-        assert most < sum(sizes.values()) / 2, "a copy of all shards would be as small"
+        peaks = json.loads((run.directory / f"measured.{rank}").read_text())
+        size = sum(path.stat().st_size for path in files)
+        assert most < size / 2, "a copy of all shards would be as small"
         assert len(peaks) == 3 and max(peaks.values()) < most, peaks
-        assert sizes.items() <= synced.items()
-        assert min(sizes.values()) < 4096 < max(sizes.values()), "a small one may be in a buffer"

@@ -303,22 +303,19 @@ def test_of_a_query_and_a_document_the_longer_one_is_cut_off(runs):
     assert tokens.shape == (8, 10) and all(x.startswith("<s>0</s>0 ") for x in texts)
 
 
-def test_equal_scores_are_no_ranking_and_a_single_document_is_none():
-    rows = [*(("a", label, 0.0) for label in (1, 0, 0)), ("b", 1, 0.0)]
-    mean = sum(1 / math.log2(rank + 1) for rank in (1, 2, 3)) / 3
-    expected = {"ndcg_at_10": mean, "mrr": 1 / 3}
-    assert ranking.ranking_scores(rows) == pytest.approx(expected)
-
-
-def test_the_tenth_rank_is_the_last_in_ndcg_and_a_label_above_0_is_relevant_in_mrr():
-    eleven = [("a", label, -rank) for rank, label in enumerate([0.0] * 10 + [1.0])]
-    half = [("b", 0.5, 2.0), ("b", 1.0, 1.0)]
+def test_the_scores_of_rankings_are_those_by_hand():
+    """Equal scores are no ranking, and a single document is none. The tenth rank is the last one in
+    NDCG; any label above 0 is relevant in MRR."""
     second = 1 / math.log2(3)
-    expected = {
-        "ndcg_at_10": (0 + (0.5 + second) / (1 + 0.5 * second)) / 2,
-        "mrr": (1 / 11 + 1) / 2,
+    queries = {
+        "equal": ([(label, 0.0) for label in (1, 0, 0)], (1 + second + 1 / 2) / 3, 1 / 3),
+        "half": ([(0.5, 2.0), (1.0, 1.0)], (0.5 + second) / (1 + 0.5 * second), 1),
+        "eleven": ([(0.0, -rank) for rank in range(10)] + [(1.0, -10)], 0, 1 / 11),
     }
-    assert ranking.ranking_scores([*half, *eleven]) == pytest.approx(expected)
+    rows = [(query, *row) for query in queries for row in queries[query][0]]
+    ndcg, mrr = (sum(x[i] for x in queries.values()) / 3 for i in (1, 2))
+    found = ranking.ranking_scores([*rows, ("alone", 1, 0.0)])
+    assert found == pytest.approx({"ndcg_at_10": ndcg, "mrr": mrr})
 
 
 def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():

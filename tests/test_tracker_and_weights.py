@@ -4,24 +4,37 @@ test_errors.py."""
 import os
 
 import pytest
-from conftest import load
+from conftest import CNN, SHORT, copy, load
 from processes import train_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-RECIPES = ["ddp_cifar", "pipeline_cifar"]
-FLAGS = ["--batch-size", 64, "--seed", 3]
+
+def test_tensorboard_has_the_lines_of_metrics_and_no_epochs_evaluate_weights(tmp_path):
+    """As their training did. No file changes."""
+    scripts = [
+        copy(f"{name}_cifar", tmp_path / f"{name}.py", *SHORT) for name in ("ddp", "pipeline")
+    ]
+    flags = [*CNN, "--batch-size", 64, "--epochs", 2, "--tracker", "tensorboard"]
+    trained = train_forked(tmp_path, *((2, script, flags) for script in scripts))
+    assert_tensorboard_has_the_lines(trained[0])
+    files = [path for run in trained for path in run.directory.rglob("*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    runs = []
+    for script, run in zip(scripts, trained, strict=True):
+        weights = ["--epochs", 0, "--weights", run.directory / "model.safetensors"]
+        where = {"directory": tmp_path / f"again-{script.stem}"}
+        runs.append((2, script, [*CNN, "--batch-size", 64, *weights], where))
+    for evaluated, result in zip(train_forked(tmp_path, *runs), trained, strict=True):
+        (line,) = evaluated.evaluations
+        assert evaluated.train == []
+        for name in ("test_loss", "test_accuracy"):
+            assert line[name] == evaluated.summary[name] == result.summary[name]
+        assert not list(evaluated.directory.glob("*.pt"))
+    assert [path.read_bytes() for path in files] == before
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    flags = [*FLAGS, "--max-steps", 6, "--epochs", 2, "--tracker", "tensorboard"]
-    runs = [(2, recipe, flags) for recipe in RECIPES]
-    return dict(zip(RECIPES, train_forked(tmp_path_factory.mktemp("trained"), *runs), strict=True))
-
-
-def test_tensorboard_has_the_lines_of_metrics(trained):
-    result = trained["ddp_cifar"]
-    events = EventAccumulator(str(result.directory / "ddp_cifar")).Reload()
+def assert_tensorboard_has_the_lines(result):
+    events = EventAccumulator(str(result.directory / "ddp")).Reload()
     tags = events.Tags()["scalars"]
     assert {tag.partition("/")[0] for tag in tags} == {"train", "checkpoint", "evaluation"}
     for event, lines in (("train", result.train), ("evaluation", result.evaluations)):
@@ -30,22 +43,6 @@ def test_tensorboard_has_the_lines_of_metrics(trained):
         for name in names:
             tracked = {scalar.step: scalar.value for scalar in events.Scalars(f"{event}/{name}")}
             assert tracked == pytest.approx({line["step"]: line[name] for line in lines})
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_no_epochs_evaluate_weights_as_their_training_did_and_change_no_file(
-    trained, recipe, tmp_path
-):
-    result = trained[recipe]
-    before = {path: path.read_bytes() for path in result.directory.rglob("*") if path.is_file()}
-    flags = [*FLAGS, "--epochs", 0, "--weights", result.directory / "model.safetensors"]
-    (evaluated,) = train_forked(tmp_path, (2, recipe, flags))
-    (line,) = evaluated.evaluations
-    assert evaluated.train == []
-    for name in ("test_loss", "test_accuracy"):
-        assert line[name] == evaluated.summary[name] == result.summary[name]
-    assert all(path.read_bytes() == content for path, content in before.items())
-    assert not list(evaluated.directory.glob("*.pt"))
 
 
 def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path, monkeypatch):

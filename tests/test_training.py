@@ -1,5 +1,6 @@
 """The training step and the evaluation against independent references, and a run as a whole."""
 
+import json
 import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -15,27 +16,45 @@ from conftest import (
     IN_FLOAT64,
     ROUNDING,
     ROUNDING_FLOAT32,
+    SHORT,
     SYNTHETIC_DATA,
     assert_same_training,
     copy,
     load,
     project,
 )
-from processes import answers, train_forked
+from processes import forked, train_forked
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
 
 
 def test_evaluation_counts_each_sample_once_by_its_weight_on_any_number_of_processes(tmp_path):
-    """The main process gives the outputs of all to `test_metrics`, in the order of the test set."""
-    found = answers("evaluation", tmp_path, {n: (n,) for n in (1, 2, 4)})
-    for processes, cases in found.items():
-        assert len(cases) == 32
-        for size, (told, direct, noise) in cases.items():
-            assert noise == pytest.approx(found[1][size][2], abs=ROUNDING), "that of the batch"
-            assert told == pytest.approx(direct, abs=ROUNDING), (
-                f"{size} samples, {processes} processes"
-            )
+    """The main process gives the outputs of all to `test_metrics`, in the order of the test set.
+    Random numbers are those of the batch."""
+    ours = load("tests/programs/overrides/evaluation.py")
+    script = copy("ddp_cifar", tmp_path / "mine.py", project=project("evaluation"))
+    one = {"script": script, "directory": tmp_path}
+    counts = 1, 2, 4
+    flags = ["--cpu", "--batch-size", 4, "--output-dir"]
+    runs = [{**one, "processes": count, "flags": [*flags, count]} for count in counts]
+    for codes, output in forked(runs, tmp_path, together=2):
+        assert set(codes) == {0}, output
+    found = [json.loads((tmp_path / f"{count}/answers").read_text()) for count in counts]
+    for case, first, *others in zip(ours.CASES, *found, strict=True):
+        for other in others:
+            assert other == pytest.approx(first, abs=ROUNDING), case
+        del first["test_noise"]
+        assert first == pytest.approx(exact_evaluation(ours, *case), abs=ROUNDING), case
+
+
+def exact_evaluation(ours, size, kind):
+    inputs, labels = ours.data(size)
+    logits = ours.make_model().eval()(inputs)
+    weight = (labels + 1 if kind == "objects" else torch.ones(size)).double()
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    values = {"test_loss": losses, "test_accuracy": logits.argmax(1) == labels}
+    means = {name: ((x * weight).sum() / weight.sum()).item() for name, x in values.items()}
+    return {**means, "test_places": sum(i * label for i, label in enumerate(labels.tolist()))}
 
 
 def test_neither_many_samples_nor_weights_in_bf16_are_rounded():
@@ -234,11 +253,12 @@ def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_on
 
 def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    flags = ["--max-steps", 4, "--log-every", 2, "--batch-size", 16]
+    script = copy("ddp_cifar", tmp_path / "mine.py", *SHORT)
+    flags = [*CNN, "--max-steps", 4, "--log-every", 2, "--batch-size", 16]
     terminal = {"TERM": "xterm-256color", "COLUMNS": "80"}
     runs = [
-        (2, "ddp_cifar", flags, {"terminal": True, "env": terminal}),
-        (1, "ddp_cifar", flags, {"terminal": True, "env": {"TERM": "dumb"}}),
+        (2, script, flags, {"terminal": True, "env": terminal}),
+        (1, script, flags, {"terminal": True, "env": {"TERM": "dumb"}}),
     ]
     live, dumb = (x.output.replace("\r\n", "\n") for x in train_forked(tmp_path, *runs))
     assert live.count("\x1b[?25l") == 1, "from one process"
@@ -285,12 +305,14 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
 
 NAN = '"accuracy": logits.argmax(1) == labels}', '"iou": logits[:, 0] * math.nan}'
 TWO = {"processes": 2, "flags": ["--batch-size", 64]}  # both steps in one epoch
+PRINTS = project("own_mistakes", main="main_that_prints")
 
 
 @pytest.mark.slow
-@pytest.mark.copied("ddp_cifar", NAN, **TWO)
-def test_a_metric_that_is_nan_is_null_in_json(outcome):
+@pytest.mark.copied("ddp_cifar", NAN, project=PRINTS, **TWO)
+def test_a_metric_that_is_nan_is_null_in_json_and_what_was_printed_last_is_kept(outcome):
     assert outcome.codes == [0, 0], outcome.output
+    assert outcome.output.count("a last line that is not flushed\n") == 2
     text = (outcome.directory / "run/metrics.jsonl").read_text()
     assert [text.count(f'"{name}": null') for name in ("iou", "test_iou")] == [2, 1]
     assert "NaN" not in text + (outcome.directory / "run/summary.json").read_text()

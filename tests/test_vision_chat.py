@@ -8,7 +8,7 @@ import pytest
 import torch
 import toy
 from composed import assert_one_line, make
-from conftest import ROUNDING_FLOAT32
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import lib, transformers, vision_chat
 from PIL import Image
 from processes import train_forked
@@ -180,25 +180,16 @@ def test_the_loss_is_that_of_transformers_however_a_batch_is_divided(args, proce
 ASKED = {"type": "text", "text": "What?"}
 BOTH = [{"type": "image"}, {"type": "image"}, ASKED]
 NAMES = ["a.png", "b.png"]
-ANSWER = {"role": "assistant", "content": "A thing."}
 
 
 @pytest.mark.parametrize(
     ("content", "beside"),
     [
         ([*({"type": "image", "path": name} for name in NAMES), ASKED], None),
-        (
-            [
-                *({"type": "image", "image": f"file://{name}", "text": None} for name in NAMES),
-                ASKED,
-            ],
-            [],
-        ),
+        ([*({"type": "image", "image": f"file://{x}", "text": None} for x in NAMES), ASKED], []),
         ([*({"type": "image_url", "image_url": {"url": name}} for name in NAMES), ASKED], None),
-        (BOTH, NAMES),
         (BOTH, [{"path": name, "bytes": None} for name in NAMES]),
         ("<image><image>What?", NAMES),
-        ([{"type": "text", "text": "<image><image>What?"}], NAMES),
         ("What?", NAMES),
     ],
 )
@@ -209,78 +200,56 @@ def test_images_in_the_forms_of_data_sets(content, beside):
     assert names == NAMES
 
 
-@pytest.mark.parametrize(
-    ("row", "error"),
-    [
-        ({}, "0 images have a name, 1 a place"),  # <image> in a text without an image
-        ({"image": "a.png"}, "'image' would be ignored"),
-        ({"system": "Be brief."}, "'system' would be ignored"),
-        (
-            {
-                "images": ["b.png"],
-                "messages": [message("user", 0), {**ANSWER, "content": "<image>"}],
-            },
-            "name all in one",
-        ),
-    ],
-)
-def test_an_image_is_used_or_refused(row, error):
-    asked = {"role": "user", "content": "<image>What?"}
-    row = {"messages": [asked, ANSWER], **row}
-    with pytest.raises(ValueError, match=error):
-        lib.image_chat.samples_with_images(None, row, "chats.jsonl", 1, None)
+def asking(*parts):
+    return {"messages": [message("user", *parts), message("assistant", "a thing")]}
 
 
-def test_rows_that_mean_something_else_are_errors(folder, tmp_path):
-    args = arguments(folder, "qwen")
-    processor = lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
+WRONG = {
+    "0 images have a name, 1 a place": asking("<image>"),
+    "'image' would be ignored": {**asking(0), "image": "0.png"},
+    "'system' would be ignored": {**asking(0), "system": "Be brief."},
+    "name all in one": {**asking(0), "images": ["1.png"]},
+    r"9\.png: No such file or directory": asking(9),
+    r"16\.png has more than 8 bits": asking(16),
+    r"17\.png: cannot identify": asking(17),
+    "of type video": {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+    "writes 1 images, not 0": asking("<|image_pad|>"),
+    "more than --length": asking("What?" * 1000),
+    "writes 0 images, not 1": asking(0, "a"),
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_a_row_that_means_something_else_is_an_error(error, folder, tmp_path):
     Image.new("I;16", (40, 40)).save(folder / "16.png")
-    (folder / "text.png").write_text("no image")
-    answer = message("assistant", "a thing")
-    cases = {
-        "No such file or directory": [message("user", 9), answer],
-        r"16\.png has more than 8 bits": [message("user", 16), answer],
-        r"text\.png: cannot identify": [message("user", 0), message("assistant", "b")],
-        "of type video": [{"role": "user", "content": [{"type": "video"}]}, answer],
-        "0 images have a name, 1 a place": [
-            {"role": "user", "content": [{"type": "image"}]},
-            answer,
-        ],
-        "writes 1 images, not 0": [message("user", "<|image_pad|>"), answer],
-        "more than --length": [message("user", "What?" * 1000), answer],
-    }
-    cases[r"text\.png: cannot identify"][0]["content"][0]["path"] = "text.png"
-    for error, messages in cases.items():
-        with pytest.raises(ValueError, match=error):
-            items(processor, args, [messages])
-    args.chat_template = tmp_path / "texts.jinja"
-    args.chat_template.write_text(toy.CHAT_TEMPLATE.replace("x.content", "x.content[-1].text"))
+    (folder / "17.png").write_text("no image")
+    args = arguments(folder, "qwen")
+    if error.startswith("writes 0"):
+        args.chat_template = tmp_path / "texts.jinja"
+        args.chat_template.write_text(toy.CHAT_TEMPLATE.replace("x.content", "x.content[-1].text"))
     processor = lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
-    with pytest.raises(ValueError, match="writes 0 images, not 1"):
-        items(processor, args, CHATS[1:2])
+    with pytest.raises(ValueError, match=error):
+        lib.image_chat.samples_with_images(processor, WRONG[error], args.chats, 1, args)
 
 
-def test_an_image_that_cannot_be_read_is_one_line_with_its_file_and_row(folder, tmp_path):
-    """At the start, or where a worker reads its pixels."""
+def test_a_base_without_images_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("lib.image_chat.exit_with_error", exit_by_exception)
     toy.llama(tmp_path)
-    lines = [json.dumps({"messages": CHATS[i % 4]}) for i in range(20)]
-    damaged = (folder / "0.png").read_bytes()
-    (tmp_path / "0.png").write_bytes(damaged[: len(damaged) // 2])
-    for index in (1, 2, 3):
-        (tmp_path / f"{index}.png").write_bytes((folder / f"{index}.png").read_bytes())
-    (tmp_path / "cut.jsonl").write_text("\n".join([lines[0], "", lines[1], *[lines[0]] * 18]))
-    (tmp_path / "missing.jsonl").write_text(
-        "\n".join([*lines, lines[1].replace("0.png", "no.png")])
-    )
+    with pytest.raises(Exit, match="its processor has no token for an image"):
+        args = arguments(tmp_path, "llama")
+        lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
+
+
+def test_an_image_that_a_worker_cannot_read_is_one_line_with_its_file_and_row(folder, tmp_path):
+    image = (folder / "0.png").read_bytes()
+    (tmp_path / "0.png").write_bytes(image[: len(image) // 2])
+    lines = [json.dumps(x) for x in (asking("a"), asking(0))]
+    (tmp_path / "cut.jsonl").write_text("\n".join([lines[0], "", lines[1], *lines[:1] * 18]))
     script = make(tmp_path / "mine.py", "ddp", "vision_chat")
-    flags = {"--base": folder / "qwen", "--batch-size": 1, "--epochs": 1}
-    flags = [script, *(x for pair in flags.items() for x in pair), "--chats"]
-    cases = {"cut.jsonl, row 2: " + f"{tmp_path}/0.png: ": [*flags, tmp_path / "cut.jsonl"]}
-    assert_one_line(cases, tmp_path, (1,), IMPORTS)
-    missing = f"missing.jsonl, row 21: ValueError('{tmp_path}/no.png: No such file"
-    cases = {missing: [*flags, tmp_path / "missing.jsonl"]}
-    text = [*flags, tmp_path / "cut.jsonl", "--base", tmp_path / "llama"]
-    assert_one_line({**cases, "has no token for an image": text}, tmp_path, imports=IMPORTS)
+    flags = ["--base", folder / "qwen", "--batch-size", 1, "--epochs", 1]
+    flags += ["--chats", tmp_path / "cut.jsonl"]
+    said = f"cut.jsonl, row 2: {tmp_path}/0.png: "
+    assert_one_line({said: [script, *flags]}, tmp_path, (1,), IMPORTS)
 
 
 def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):

@@ -151,31 +151,14 @@ IN_FLOAT64 = [
 def test_a_vit_trains_the_same_by_any_recipe_on_any_number_of_processes(small, tmp_path):
     """In microbatches of 16, 8 and 4: also the photos are mixed in the same way. The pipeline's
     weights have the names of the whole model."""
-    scripts = {
-        recipe: make(tmp_path / f"{recipe}.py", recipe, "vit", replaced=IN_FLOAT64)
-        for recipe in ("ddp", "sharded", "pipeline")
-    }
-    flags = [
-        "--cpu",
-        "--photos",
-        small.photos,
-        "--size",
-        16,
-        "--patch",
-        8,
-        "--width",
-        64,
-        "--layers",
-        2,
-    ]
-    flags += ["--max-steps", 5, "--epochs", 2, "--lr", 1e-3, "--global-batch-size", 16]
-    whole, *others = train_forked(
-        tmp_path,
-        (1, scripts["ddp"], [*flags, "--batch-size", 16]),
-        (2, scripts["ddp"], [*flags, "--batch-size", 4]),
-        (2, scripts["sharded"], [*flags, "--batch-size", 8]),
-        (2, scripts["pipeline"], [*flags, "--batch-size", 16, "--chunks", 4]),
-    )
+    flags = ["--cpu", "--photos", small.photos, "--size", 16, "--patch", 8, "--width", 64]
+    flags += ["--layers", 2, "--max-steps", 5, "--epochs", 2, "--lr", 1e-3]
+    flags += ["--global-batch-size", 16]
+    runs = []
+    for recipe, *more in (("ddp", 16), ("sharded", 8), ("pipeline", 16, "--chunks", 4)):
+        script = make(tmp_path / f"{recipe}.py", recipe, "vit", replaced=IN_FLOAT64)
+        runs.append((1 + (recipe != "ddp"), script, [*flags, "--batch-size", *more]))
+    whole, *others = train_forked(tmp_path, *runs)
     assert whole.weights.keys() == vit.build_model(small).state_dict().keys()
     assert len(whole.evaluations) == 2
     for run in others:

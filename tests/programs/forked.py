@@ -1,19 +1,18 @@
-"""A server that runs trainings as in disturbed_training.py, or any script, each as its number of
-processes, without a launcher; or a command with its launcher. All are forks of this process, which
-has imported what recipes import: fifty trainings take a minute. processes.py starts it once, with
-the number of a socket; each connection brings one request, a line of JSON:
+"""A server that runs scripts, each as its number of processes, without a launcher; or a command
+with its launcher. All are forks of this process, which has imported what recipes import: fifty
+trainings take a minute. processes.py starts it once, with the number of a socket; each connection
+brings one request, a line of JSON:
 
     {"runs": [...], "directory": ..., "env": {...},
      "together": how many side by side, each on its share of the cores,
      "imports": modules that they need besides}
 
-A run has `processes` and a `port`, and what `train` in disturbed_training.py takes, or a `script`
-with its `flags` and `directory`; `env` of its own; `terminal`: its output goes to one; `patience`:
-seconds until the run is ended, more where others use the cores, too; `grace`: seconds that the
-others have when a process has failed (5); `terminate`: SIGTERM before SIGKILL, as from a launcher;
-`until`: [text, n], the run is ended when its output has the text n times. The answer is a line that
-has [exit codes by rank, output] for each run. If patience has ended a run, the output's last line
-says so.
+A run has `processes` and a `port`, a `script` with its `flags` and `directory`; `env` of its own;
+`terminal`: its output goes to one; `patience`: seconds until the run is ended, more where others
+use the cores, too; `grace`: seconds that the others have when a process has failed (5);
+`terminate`: SIGTERM before SIGKILL, as from a launcher; `until`: [text, n], the run is ended when
+its output has the text n times. The answer is a line that has [exit codes by rank, output] for each
+run. If patience has ended a run, the output's last line says so.
 
     {"command": [...], "directory": ..., "env": {...},
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
@@ -58,7 +57,6 @@ import torch.distributed.launcher.api
 import torch.distributed.pipelining
 import torch.utils.serialization
 import torchvision  # noqa: F401
-from disturbed_training import train
 from forks import (
     SIGNALS,
     become,
@@ -66,7 +64,7 @@ from forks import (
     draw_seeds,
     fork_instead_of_exec,
     kept,
-    set_aside,
+    without_tests,
 )
 
 with contextlib.suppress(ImportError):  # where it is installed, Accelerate imports it in each rank
@@ -89,15 +87,11 @@ def work(run, rank, port, request, cores):
         os.sched_setaffinity(0, cores)
     draw_seeds()
     try:
-        os.chdir(request["directory"])
-        if "script" in run:
-            os.chdir(run["directory"])
-            sys.argv = [run["script"], *map(str, run["flags"])]
-            own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            sys.path = [str(Path(run["script"]).parent), *filter(None, own), *(set_aside(sys.path))]
-            kept.append(runpy.run_path(run["script"], run_name="__main__"))
-        else:
-            train(run)
+        os.chdir(run["directory"])
+        sys.argv = [run["script"], *map(str, run["flags"])]
+        own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path = [str(Path(run["script"]).parent), *filter(None, own), *without_tests(sys.path)]
+        kept.append(runpy.run_path(run["script"], run_name="__main__"))
         code = 0
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1

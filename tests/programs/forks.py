@@ -71,7 +71,7 @@ def become(words, environment):
     open_streams(unbuffered)
     sys.argv = words[1 + unbuffered :]
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    paths = [*own, *set_aside(sys.path)]
+    paths = [*own, *without_tests(sys.path)]
     code = 1
     try:
         if sys.argv[0] == "-m":
@@ -135,9 +135,6 @@ def draw_seeds():
     torch.manual_seed(random.getrandbits(32))
 
 
-def set_aside(paths):
-    """Return the paths without those of the tests, whose modules are forgotten, too: a script finds
-    what it would find if it had been started alone."""
-    for name in ("conftest", "processes", "disturbed_training"):
-        sys.modules.pop(name, None)
+def without_tests(paths):
+    """Return the paths that a script has which was started alone."""
     return [path for path in paths if path not in HERE]

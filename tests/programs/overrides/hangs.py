@@ -1,13 +1,10 @@
 """For copies in test_hangs.py: one rank stalls, or is slow."""
 
 import os
-import queue
 import re
 import signal
 import sys
-import threading
 import time
-import weakref
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -71,35 +68,17 @@ def loss_with_a_collective_of_one_rank(model, batch, args):
     return plain_loss(model, batch, args)
 
 
-# A device that executes all-reduces in order, four in a step, while the host runs ahead into the
-# next step: there it waits for its queue in a function of its own.
-device = queue.Queue(maxsize=5)
-started = threading.Event()
-
-
-def execute():
-    group = distributed.new_group(backend="gloo")
-    started.set()
-    while True:
-        distributed.all_reduce(device.get(), group=group)
-
-
-def launch(values):
-    if not started.is_set():
-        threading.Thread(target=execute, daemon=True).start()
-        started.wait()
-    while device.full():
-        time.sleep(0.01)
-    device.put(values)
+def run_ahead():
+    time.sleep(1000)
 
 
 def step_of_a_device(run, model, optimizer, scheduler, microbatches):
+    """Of a GPU, whose host runs ahead into the next step until a queue is full."""
     if here(9):
         stall()
-    for _ in range(4):
-        launch(torch.zeros(1))
-    values = [{"loss": torch.zeros(len(batch[1]))} for batch in microbatches]
-    return values, None
+    if run.step == 10:
+        run_ahead()
+    return [{"loss": torch.zeros(len(batch[1]))} for batch in microbatches], None
 
 
 def choice_that_stalls(args):
@@ -122,14 +101,7 @@ def slow_disk(event, arguments):
         time.sleep(2 * LONGER if name == "summary.json" else LONGER)
 
 
-held = weakref.ref(set())  # which is gone
-
-
 def slow_evaluation(model, batch, args):
-    global held
-    assert held() is None, "the tensors of a function that has returned"
-    tensor = torch.empty(1)
-    held = weakref.ref(tensor)
     time.sleep(0 if model.training else LONGER / 5)
     return plain_loss(model, batch, args)
 

@@ -1,6 +1,5 @@
 """For copies in tests of interruptions: signals, stuck workers, gates."""
 
-import errno
 import math
 import os
 import signal
@@ -15,20 +14,13 @@ from ddp_cifar import WORLD_SIZE, compute_loss, log_line, main, train_step
 
 plain_loss, plain_main, plain_step = compute_loss, main, train_step
 GATE = os.environ.get("GATE", "0/0")
-
-
-def data_of_a_fork_server(args, accelerator):
-    labels = torch.zeros(512, dtype=torch.int64)
-    data = torch.utils.data.TensorDataset(torch.randn(512, 3, 8, 8), labels)
-    workers = {"num_workers": 1, "persistent_workers": True}
-    options = {"multiprocessing_context": "forkserver", "drop_last": True, **workers}
-    train_loader = DataLoader(data, args.batch_size, shuffle=True, **options)
-    return train_loader, DataLoader(data, 64)
+CONTEXT = "fork"
 
 
 def data_of_persistent_workers(args, accelerator):
     data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.arange(64) % 10)
     options = {"batch_size": args.batch_size, "num_workers": 1, "persistent_workers": True}
+    options["multiprocessing_context"] = CONTEXT
     return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, **options)
 
 
@@ -116,7 +108,3 @@ def step_at_a_gate(run, *arguments):
         while not (run.watcher.received or Path(run.directory, "open").exists()):
             time.sleep(0.05)
     return plain_step(run, *arguments)
-
-
-def no_locks(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -6,9 +6,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharded_cifar import compute_loss, evaluate
+from sharded_cifar import build_model, compute_loss, evaluate, log_line
 
-plain_loss, plain_evaluate = compute_loss, evaluate
+plain_model, plain_loss, plain_evaluate = build_model, compute_loss, evaluate
+
+
+def watched_model(args):
+    model = plain_model(args)
+    for layer in model[0][:2]:
+        layer.register_forward_pre_hook(say_type)
+    return model
+
+
+def say_type(layer, _):
+    log_line(f"{type(layer).__name__.removeprefix('FSDP')} computes in {layer.weight.dtype}")
 
 
 def weighted_loss(model, batch, args):
