@@ -80,82 +80,20 @@ def calling(arguments):
     return {"content": None, "tool_calls": [{"type": "function", "function": function}]}
 
 
-def answering(**more):
-    return chat("a", {"content": "b", **more})
-
-
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-INNER = "<think>\nIt is late.</think>\nNo."
-ODD = """ "Ä" \t\\nabla\n\n{'a': [1]} </b> & \\\\ \U0001f642\n"""
-WHOLE = writing("{{ x.content }}")
-CASES = {
-    # What a template leaves out is an error, but not what it strips, or writes as JSON, nor the
-    # reasoning of earlier turns.
-    "calls": (WHOLE, chat("a", calling({})), "error: the chat template leaves out the tool calls"),
-    "reasoning": (
-        writing("{{ x.content.split('</think>')[-1] }}"),
-        chat("a", INNER),
-        "error: the chat template leaves out the reasoning of message 2",
-    ),
-    "content": (
-        writing("{{ x.content[:3] }}"),
-        chat("a", "of four"),
-        "error: the chat template leaves out the content of message 2, of the assistant",
-    ),
-    "JSON": (
-        writing("{{ x.content | trim | tojson }}"),
-        chat(ODD, ODD, ODD, ODD),
-        2 * (json.dumps(ODD.strip(), ensure_ascii=False) + "<|end|>"),
-    ),
-    "other tags": (
-        writing("{{ x.content.replace('think>', 'thought>') }}"),
-        chat("a", INNER),
-        INNER.replace("think>", "thought>") + "<|end|>",
-    ),
-    "the prompt": (
-        "{{ 'Ask. ' if messages[1:] }}" + WHOLE,
-        chat("a", "b"),
-        "error: the chat template changes what comes before an answer",
-    ),
-    # A key is used, or refused.
-    "weight": (WHOLE, answering(weight=0.5), "error: the weight of a message is 0.5"),
-    "refusal": (WHOLE, answering(refusal="No."), "error: 'refusal' would be ignored: remove it"),
-    "a key that is read": (
-        writing("{{ x.get('refusal', '') }}{{ x.content }}"),
-        answering(refusal="No."),
-        "No.b<|end|>",
-    ),
-    "harmless keys": (
-        WHOLE,
-        answering(function_call=None, id=3, model_name="m", tool_calls=[]),
-        "b<|end|>",
-    ),
-    "tools": (
-        writing("{% for y in tools %}{{ y }}{% endfor %}{{ x.content }}"),
-        answering(),
-        'error: the chat template needs "tools" in each row',
-    ),
-    "roles": (WHOLE, [{"role": "gpt", "content": "a"}], "error: no message has the role assistant"),
-    "no question": (WHOLE, chat("a", "b")[1:], "error: nothing comes before the answer"),
-    # An answer counts from its first token, if that begins as the prompt goes on; whether the
-    # message or the template writes that.
-    "another tag": (
-        writing("{{ x.content }}", "<think>\n"),
-        chat("a", "<answer>4</answer>", "b", "</think>4"),
-        "<answer>4</answer><|end|></think>4<|end|>",
-    ),
-    "a tag of the template": (
-        writing("{{ '</think>' if x.role == 'assistant' }}{{ x.content }}", "<think>\n"),
-        chat("a", "4"),
-        "</think>4<|end|>",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_a_row_has_is_trained_or_is_an_error(case, tokenizer):
-    tokenizer.chat_template, messages, expected = CASES[case]
-    assert trained(tokenizer, messages)[: len(expected)] == expected
+@pytest.mark.parametrize(
+    ("content", "answer", "expected"),
+    [
+        ("{{ x.content }}", {"weight": 0.5}, "error: the weight of a message is 0.5"),
+        ("{{ x.content }}", {"refusal": "No."}, "error: 'refusal' would be ignored: remove it"),
+        ("{{ x.get('refusal', '') }}{{ x.content }}", {"refusal": "No."}, "No.b<|end|>"),
+        ("{{ x.content }}", {"function_call": None, "id": 3, "model_name": "m"}, "b<|end|>"),
+        ("{{ x.content }}", {"role": "gpt"}, "error: no message has the role assistant, but user"),
+    ],
+)
+def test_a_key_of_a_message_is_used_or_refused(content, answer, expected, tokenizer):
+    tokenizer.chat_template = writing(content)
+    found = trained(tokenizer, chat("a", {"content": "b", **answer}))
+    assert found[: len(expected)] == expected
 
 
 TEXT = '{"city":"Köln","days":[3]}'
@@ -164,9 +102,7 @@ TEXT = '{"city":"Köln","days":[3]}'
 @pytest.mark.parametrize(
     ("arguments", "of_object", "of_text"),
     [
-        ("{{ y.arguments | tojson }}", '{"city": "Köln", "days": [3]}', None),
-        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", None),
-        ("{{ '' + y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
+        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", "Köln[3]"),
         ("{{ y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
     ],
 )
@@ -175,18 +111,17 @@ def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, o
     calls = "{% for y in x.tool_calls | default([]) | map(attribute='function') %}"
     tokenizer.chat_template = writing(f"{calls}{{{{ y.name }}}} {arguments}{{% endfor %}}")
     question = {"role": "user", "content": "", "tool_calls": None}  # as in a row of a table
-    for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text or of_object)):
+    for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text)):
         messages = [question, {"role": "assistant", **calling(given)}]
-        for tools in (None, json.dumps(TOOLS)):
+        for tools in (None, '[{"type": "function", "function": {"name": "weather"}}]'):
             assert trained(tokenizer, messages, tools) == f"weather {expected}<|end|>"
 
 
-@pytest.mark.parametrize("key", ["system", "functions", "answer", "image"])
-def test_a_key_of_a_row_is_used_or_harmless(key):
-    harmless = {"prompt_id": 3, "score-chosen": 1, "messages": []}
-    lib.turns.check_keys({key: None, **harmless}, ["messages"])
-    with pytest.raises(ValueError, match=f"'{key}' would be ignored"):
-        lib.turns.check_keys({key: "a", **harmless}, ["messages"])
+def test_a_key_of_a_row_is_used_or_harmless():
+    harmless = {"system": None, "prompt_id": 3, "score-chosen": 1, "messages": []}
+    lib.turns.check_keys(harmless, ["messages"])
+    with pytest.raises(ValueError, match="'system' would be ignored"):
+        lib.turns.check_keys({**harmless, "system": "a"}, ["messages"])
 
 
 def test_notes_are_said_once(tokenizer, capsys):
@@ -214,6 +149,7 @@ def test_texts_of_others_take_linear_time(tokenizer):
     assert text.startswith("26 Jul 20242024-07-26<|user|>")
 
 
+WHOLE = writing("{{ x.content }}")
 ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
     "one of several": (WHOLE, [1, 2], [1, 2], None),
     "none": (WHOLE, 0, [0, 2], "generation_config.json gets <|end|>, in which answers end here"),
@@ -361,7 +297,6 @@ def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropp
     [
         ({"role": "user"}, "a", "is no text, and no list of messages"),
         ("a", ["b"], "is no text, and no list of messages"),
-        ("a", [], "begins with no message of the prompt, nor of the assistant"),
         ("a", chat("b", "c"), "begins with no message of the prompt"),
     ],
 )
@@ -407,7 +342,7 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     for run in runs:
         trained = lora.with_lora(sft.build_model(SimpleNamespace(base=base, base_dtype="bfloat16")))
         weights = load_file(run.directory / "model.safetensors")
-        assert {x.dtype for name, x in weights.items() if ".lora_" in name} == {torch.float32}
+        assert {(".lora_" in k, x.dtype) for k, x in weights.items()} == {(True, torch.float32)}
         trained.load_state_dict(weights, strict=False)
         expected = trained(tokens).logits
         adapter = run.directory / "adapter"
