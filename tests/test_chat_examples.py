@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import assert_one_line, make
-from conftest import ROUNDING_FLOAT32
+from composed import loss_of_step, make
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import lib, lora, peft, preferences, sft, transformers
 from processes import train_forked
 from safetensors.torch import load_file
@@ -177,7 +177,9 @@ def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(case, base, tmp_path, m
     assert [said in line for line in found] == [True] if said else found == []
 
 
-def test_contents_are_texts_or_an_error():
+def test_contents_are_texts_and_an_answer_has_a_question_or_it_is_an_error():
+    with pytest.raises(ValueError, match="nothing comes before the answer"):
+        lib.turns.answers_in(CHATS[0][1:])
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     assert lib.chat.with_text({"role": "user", "content": parts})["content"] == "a b"
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
@@ -206,14 +208,8 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
     exact = -torch.cat([by_hand(model, sample) for sample in samples]).mean()
     expected = gradient(model, exact)
     for size in (1, 2, 4):
-        losses, weights = [], []
-        for begin in range(0, 4, size):
-            values = sft.compute_loss(
-                model, lib.chat.pad_chats(samples[begin : begin + size]), ARGS
-            )
-            losses.append((values["loss"] * values["weight"]).mean())
-            weights.append(values["weight"].double().mean())
-        loss = torch.stack(losses).mean() / torch.stack(weights).mean()
+        batches = [lib.chat.pad_chats(samples[i : i + size]) for i in range(0, 4, size)]
+        loss = loss_of_step([sft.compute_loss(model, batch, ARGS) for batch in batches])
         assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
         torch.testing.assert_close(gradient(model, loss), expected, rtol=1e-4, atol=1e-6)
 
@@ -367,16 +363,13 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         assert one == pytest.approx(other, rel=torch.finfo(torch.bfloat16).eps)
 
 
-def test_wrong_chats_are_one_line(base, tmp_path):
-    good = [{"messages": x} for x in CHATS * 5]
-    toy.write_json_lines(tmp_path / "good.jsonl", good)
-    toy.write_json_lines(tmp_path / "alone.jsonl", [good[0], {"messages": CHATS[0][1:]}])
-    script = make(tmp_path / "mine.py", "ddp", "sft")
-    cases = {
-        "row 2: ValueError('nothing comes before the answer')": ["alone"],
-        "good.jsonl: 0 rows for training do not fill one batch": ["good", "--length", 2],
-        "would train in 16 bits: add lora": ["good", "--base-dtype", "bfloat16"],
-    }
-    for text, (name, *flags) in cases.items():
-        cases[text] = [script, "--chats", tmp_path / f"{name}.jsonl", *flags, "--base", base]
-    assert_one_line(cases, tmp_path, imports=["transformers.models.llama"])
+def test_chats_that_fill_no_batch_and_weights_of_16_bits_are_errors(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("lib.chat.exit_with_error", exit_by_exception)
+    monkeypatch.setattr("lib.fine_tuning.exit_with_error", exit_by_exception)
+    toy.write_json_lines(tmp_path / "a.jsonl", [{"messages": x} for x in CHATS])
+    args = SimpleNamespace(base=base, chat_template=None, length=2, output_dir=tmp_path, test=None)
+    args.chats, args.global_batch_size, args.base_dtype = tmp_path / "a.jsonl", 3, "bfloat16"
+    with pytest.raises(Exit, match=r"a\.jsonl: 0 rows for training do not fill one batch"):
+        sft.load_data(args, SimpleNamespace(is_main_process=True))
+    with pytest.raises(Exit, match="would train in 16 bits: add lora"):
+        sft.make_optimizer(sft.build_model(args), args, 9)
