@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import ROOT, fork_server, forked
+from torch.utils import _pytree as pytree
 
 CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
@@ -96,21 +97,15 @@ def begin_of(output):
     return int(begin)
 
 
-def assert_identical(one, other, where=""):
+def assert_identical(one, other):
     """Compare tensors, and containers of them, to the last bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_identical(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_identical(*pair, f"{where}/{index}")
-    elif torch.is_tensor(one):
-        assert one.stride() == other.stride() and torch.equal(one, other), where
-    else:
-        assert one == other, where
+    (ones, structure), (others, same) = map(pytree.tree_flatten_with_path, (one, other))
+    assert structure == same
+    for (path, x), (_, y) in zip(ones, others, strict=True):
+        if torch.is_tensor(x):
+            assert x.stride() == y.stride() and torch.equal(x, y), path
+        else:
+            assert x == y, path
 
 
 def pytest_configure(config):

@@ -268,21 +268,6 @@ def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
     assert one == [1, 1] and min(many) > 3
 
 
-def test_each_rank_verifies_other_files_of_a_checkpoint(tmp_path, monkeypatch):
-    files = [f"{index}.safetensors" for index in range(5)]
-    for name in files:
-        (tmp_path / name).touch()
-    torch.save({"checksums": dict.fromkeys(files, "sum"), "states": {}}, tmp_path / "run.pt")
-    read = []
-    monkeypatch.setattr(recipe, "checksum", lambda path: read.append(path.name) or "sum")
-    monkeypatch.setattr(recipe, "WORLD_SIZE", 2)
-    monkeypatch.setattr(recipe, "gather_or_raise", lambda run, error: None)
-    for rank in range(2):
-        monkeypatch.setattr(recipe, "RANK", rank)
-        recipe.read_folder(SimpleNamespace(run=None), tmp_path)
-    assert sorted(read) == files
-
-
 def test_a_rank_that_cannot_read_counts_before_a_damage_that_another_one_finds(monkeypatch):
     """The folder may be intact: it is not skipped."""
     others = [((True, "a damage"), None), (None, None)]
