@@ -193,24 +193,6 @@ ROUNDING = 1e-10
 ROUNDING_FLOAT32 = 100 * torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(scope="module")
-def copies(request, tmp_path_factory):
-    """{test: outcome} of the copies that the selected tests of a module need, two at a time."""
-    directory = tmp_path_factory.mktemp("copies")
-    runs = {}
-    for item in request.session.items:
-        marker = item.get_closest_marker("copied")
-        if item.path == request.path and marker:
-            runs[item.name] = described_copy(
-                directory / str(len(runs)), *marker.args, **marker.kwargs
-            )
-    answers = forked(list(runs.values()), directory, together=2)
-    return {
-        name: SimpleNamespace(codes=codes, output=output, directory=run["directory"])
-        for (name, run), (codes, output) in zip(runs.items(), answers, strict=True)
-    }
-
-
 def described_copy(directory, recipe, *replacements, project="", flags=(), **run):
     directory.mkdir()
     script = copy(recipe, directory / "mine.py", *SHORT, *replacements, project=project)
@@ -221,8 +203,11 @@ def described_copy(directory, recipe, *replacements, project="", flags=(), **run
 
 
 @pytest.fixture
-def outcome(request, copies):
+def outcome(request, tmp_path):
     """Exit codes, output and directory of the copy that the test's mark describes: of which recipe,
     (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
     takes two steps and leaves its results in run/."""
-    return copies[request.node.name]
+    marker = request.node.get_closest_marker("copied")
+    run = described_copy(tmp_path / "copy", *marker.args, **marker.kwargs)
+    ((codes, output),) = forked([run], tmp_path)
+    return SimpleNamespace(codes=codes, output=output, directory=run["directory"])

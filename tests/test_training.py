@@ -199,11 +199,6 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     names = newest.keys() - head - {"seconds"}
     assert {name: summary[name] for name in names} == {name: newest[name] for name in names}
     assert summary["seconds"] > sum(line["seconds"] for line in resnet_run.train)
-    times = [line["time"] for line in (*resnet_run.train, evaluation)]
-    saving = times[1] - times[0] - resnet_run.train[1]["seconds"]
-    metrics = (resnet_run.directory / "metrics.jsonl").read_text()
-    first_save = float(re.search(r'"save_seconds": ([\d.e-]+)', metrics)[1])
-    assert times == sorted(times) and saving > 0.9 * first_save
 
 
 def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):
