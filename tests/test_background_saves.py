@@ -35,6 +35,7 @@ def train(recipe, directory, *cases):
     plain = copy(f"{recipe}_cifar", directory / "plain.py", FEW_IMAGES, project=DISTURBED)
     flags = [*FLAGS, *(["--chunks", 2] if recipe == "pipeline" else []), "--output-dir"]
     common = {"processes": 2, "directory": directory, "grace": 1, "terminate": True}
+    common["patience"] = 100  # a process whose thread has failed would be awaited for hours
     runs = [{**common, "script": plain, "flags": [*flags, "whole", "--keep", 9]}]
     for name, env, *more in cases:
         runs.append({**common, "script": script, "flags": [*flags, name, *more], "env": env})
@@ -82,13 +83,16 @@ def test_a_thread_writes_the_same_checkpoints_while_the_training_goes_on(recipe,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ddp", "sharded"])
-def test_a_full_disk_ends_the_run_and_without_memory_a_save_is_in_the_foreground(recipe, tmp_path):
+def test_a_failed_write_ends_the_run_and_without_memory_a_save_is_in_the_foreground(
+    recipe, tmp_path
+):
     """One rank's disk is full, as far as the rank can tell, and another one has no memory."""
     rank = WRITER[recipe]
-    whole, full, foreground = train(
+    whole, full, raised, foreground = train(
         recipe,
         tmp_path,
         ("full", {"DISTURB": json.dumps({rank: [4, 3000]})}),
+        ("raised", {"RAISES": json.dumps([rank, 4])}),
         ("foreground", {"NO_MEMORY": str(rank)}, "--keep", 1),
     )
     (line,) = re.findall("^mine: error: (.*)", full[1], re.MULTILINE)
@@ -98,6 +102,8 @@ def test_a_full_disk_ends_the_run_and_without_memory_a_save_is_in_the_foreground
     step = int(line.partition("step-")[2][:8])
     kept = {f"step-{x:08}" for x in (step - 2, step - 1)}
     assert left == {"metrics", "run", "batches", "mine.from-00000000", *kept}
+    assert 0 not in raised[0] and "RuntimeError: no such device" in raised[1], raised
+    assert not (tmp_path / "raised" / "summary.json").exists()
     assert whole[0] == foreground[0] == [0, 0], foreground
     assert foreground[1].count("no memory for a copy of the states") == 1
     written = re.findall(r"writes (\d) in (\d)", foreground[1])

@@ -1,6 +1,7 @@
 """For copies in test_background_saves.py, behind disturbed.py. A thread begins to write after the
 next step, and says in which step the training is. SLOW in the environment is a rank, a step and the
-seconds that a write waits for its disk, NO_MEMORY a rank that has none left."""
+seconds that a write waits for its disk, RAISES a rank and a step whose write raises an error,
+NO_MEMORY a rank that has none left."""
 
 import json
 import os
@@ -11,6 +12,7 @@ from ddp_cifar import RANK, main, train_step
 
 disturbed_step, disturbed_main, plain_memory = train_step, main, available_memory
 slow = json.loads(os.environ.get("SLOW", "[-1, 0, 0]"))
+raises = json.loads(os.environ.get("RAISES", "[-1, 0]"))
 runs = []
 
 
@@ -27,6 +29,8 @@ def late_save(checkpoints, step, metrics):
             break
         time.sleep(0.01)
     print(f"writes {step} in {run.step}", flush=True)
+    if raises == [RANK, step]:
+        raise RuntimeError("no such device")
     return plain_save(checkpoints, step, metrics)
 
 
