@@ -62,7 +62,7 @@ def build_model(args):
     return Denoiser()
 
 
-def mixture(time):
+def shares(time):
     """Return the shares of image and noise at each time (Nichol and Dhariwal 2021,
     arXiv:2102.09672, with continuous times): their squares add up to 1."""
     angle = time[:, None, None, None] * math.pi / 2
@@ -74,7 +74,7 @@ def compute_loss(model, batch, args):
     images, _ = batch
     time = torch.rand(len(images), device=images.device)
     noise = torch.randn_like(images)
-    of_image, of_noise = mixture(time)
+    of_image, of_noise = shares(time)
     predicted = model(of_image * images + of_noise * noise, time)
     return {"loss": (predicted - noise).square().mean((1, 2, 3))}
 
@@ -97,7 +97,7 @@ def save_samples(accelerator, model, args, steps=50):
     times = torch.linspace(0.98, 0, steps + 1, device=accelerator.device)
     for now, then in pairwise(times):
         noise = model(x, now.expand(64))
-        (of_image, of_noise), (image_then, noise_then) = mixture(now[None]), mixture(then[None])
+        (of_image, of_noise), (image_then, noise_then) = shares(now[None]), shares(then[None])
         x = image_then * (x - of_noise * noise) / of_image + noise_then * noise
     if accelerator.is_main_process:
         path = Path(args.output_dir, "samples.png")

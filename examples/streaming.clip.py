@@ -2,20 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and their captions in Parquet files."""
 
-import io
 from functools import partial
 
 from torchvision.transforms import InterpolationMode, v2
 from transformers import CLIPConfig
 
 from lib.captions import Captioned, pad_captions, tokenizer_of
-from lib.row_groups import stream
+from lib.row_groups import file_in, stream
 from lib.rows import nonempty_text
 
 
 def load_data(args, accelerator):
-    """Return the DataLoaders of (pixels, tokens), for training and test. An image is a file's
-    bytes, or as `datasets` stores it, {"bytes": ..., "path": ...}."""
+    """Return the DataLoaders of (pixels, tokens), for training and test."""
     config = CLIPConfig.from_pretrained(args.base)
     size, bicubic = config.vision_config.image_size, InterpolationMode.BICUBIC
     tokenize = tokenizer_of(args, config.text_config)
@@ -23,9 +21,8 @@ def load_data(args, accelerator):
     whole = v2.Resize(size, bicubic), v2.CenterCrop(size)
 
     def sample(transforms, row):
-        image, caption = row[args.image], nonempty_text(row[args.caption])
-        file = io.BytesIO(image["bytes"] if isinstance(image, dict) else image)
-        return Captioned([(file, caption)], tokenize, *transforms)[0]
+        pair = file_in(row[args.image]), nonempty_text(row[args.caption])
+        return Captioned([pair], tokenize, *transforms)[0]
 
     makes = partial(sample, [crop]), partial(sample, whole)
     return stream(args, args.captions, [args.image, args.caption], *makes, pad_captions)

@@ -31,13 +31,12 @@ import shutil
 from pathlib import Path
 
 import torch
-from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Subset
 
-from ddp_cifar import exit_with_error
 from diffusion import make_optimizer
-from lib.latents import Noisy, encoded_once, save_samples
+from lib.latents import Noisy, encoded_once, load_scheduler, save_samples
 from lib.rows import located, nonempty_text, read_rows
 
 
@@ -54,13 +53,10 @@ def add_flags(parser):
 
 def load_data(args, accelerator):
     """Return the DataLoaders for training and test, of what `Noisy` returns."""
-    if args.size % 8:
-        exit_with_error("argument --size: choose a multiple of 8")
     path = Path(args.images, "metadata.jsonl")
     source, image = (path, "file_name") if path.exists() else (args.images, "image")
     rows = read_rows(source, (image, located(args.images)), (args.caption, nonempty_text))
-    scheduler = DDPMScheduler.from_pretrained(args.base, subfolder="scheduler")
-    samples = Noisy(encoded_once(rows, args, accelerator), scheduler)
+    samples = Noisy(encoded_once(rows, args, accelerator), load_scheduler(args.base))
     train_set = Subset(samples, [index for index in range(len(rows)) if index % 10])
     test_set = Subset(samples, range(0, len(rows), 10))
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}

@@ -63,6 +63,7 @@ STREAMS = {
     "fine_tune": ["--text", "toy/text-?.parquet", *OF_LANES],
     "sft": ["--chats", "toy/chats-?.parquet", *OF_LANES],
     "clip": ["--captions", "toy/captions-?.parquet", *OF_LANES],
+    "text_to_image": ["--images", "toy/captions-?.parquet", "--caption", "caption", *OF_LANES],
 }
 STREAMED = [(task, recipe, *flags) for task, flags in STREAMS.items() for recipe in RECIPES[task]]
 # Copies of these bring most additions to the other recipes.

@@ -246,12 +246,12 @@ def test_distillation_is_the_papers_loss(tmp_path):
 
 
 def test_diffusion_makes_the_image_whose_noise_the_model_knows(tmp_path):
-    of_image, of_noise = diffusion.mixture(torch.linspace(0, 1, 9))
+    of_image, of_noise = diffusion.shares(torch.linspace(0, 1, 9))
     torch.testing.assert_close(of_image**2 + of_noise**2, torch.ones(9, 1, 1, 1))
     assert of_image[0] == 1 and of_noise[0] == 0
 
     def exact_noise(x, time):
-        of_image, of_noise = diffusion.mixture(time)
+        of_image, of_noise = diffusion.shares(time)
         return (x - of_image * 0.5) / of_noise
 
     here = SimpleNamespace(device="cpu", is_main_process=True)

@@ -108,7 +108,7 @@ def test_each_row_group_is_read_once_where_lanes_divide_among_workers(
 
 class Server(http.server.ThreadingHTTPServer):
     """Serves the files of a folder, also parts of them, 20 ms after each request. `faults` are in
-    turn what happens to each seventh request of a part."""
+    turn what happens to the first two requests of each seventh part."""
 
     daemon_threads = True
     faults = ()
@@ -119,8 +119,10 @@ class Server(http.server.ThreadingHTTPServer):
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.parts = []
+        self.places = {}  # of parts, in the order of their first requests
+        self.failed = Counter()
         self.lock = threading.Lock()
-        self.waiting = self.together = self.failed = 0
+        self.waiting = self.together = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, address):
@@ -148,16 +150,17 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         if self.path == server.missing and not is_footer:
             return self.send_error(404)
         server.parts.append((self.path, begin, is_footer))
+        part, fault = (self.path, begin), None
         with server.lock:
             server.waiting += 1
             server.together = max(server.together, server.waiting)
+            place = server.places.setdefault(part, len(server.places))
+            if server.faults and place % 7 == 0 and server.failed[part] < 2:
+                fault = server.faults[server.failed.total() % len(server.faults)]
+                server.failed[part] += 1
         time.sleep(0.02)
         with server.lock:
             server.waiting -= 1
-        count = len(server.parts)
-        fails = server.faults and count % 7 == 0
-        server.failed += bool(fails)
-        fault = server.faults[count // 7 % len(server.faults)] if fails else None
         self.answer(content[begin:end], fault)
 
     def answer(self, part, fault):
@@ -221,8 +224,8 @@ def test_on_any_number_of_processes_and_with_faults_of_the_server_a_stream_train
         read = Counter((path, begin) for path, begin, is_footer in server.parts if not is_footer)
         assert len(read) == 33, "each row group is one request"
         assert server.failed or (footers == 3 and read.total() <= 33 + 4)
-    assert servers[3].failed > 2, "of each seventh request, but for those that come together"
-    assert len(servers[3].parts) >= len(servers[0].parts) + servers[3].failed
+    assert [*servers[3].failed.values()] == [2] * 6, "of 3 footers and 33 row groups"
+    assert len(servers[3].parts) >= len(servers[0].parts) + 12
     assert servers[0].together > 2, "in threads"
 
 
@@ -246,6 +249,9 @@ def test_files_that_are_missing_changed_or_wrong_are_one_line_with_their_name(te
     named = flags_of(texts, texts / "0.parquet")
     lacking = "0.parquet has the columns number, text, not body: name others by --columns"
     cases[lacking] = [script, *named, "--columns", "body"]
+    small = [("psutil.virtual_memory().available", "1")]
+    full = make(tmp_path / "full.py", "ddp", "fine_tune", "streaming", replaced=small)
+    cases["0.0 GB of memory, 0.0 GB are free: set fewer --lanes"] = [full, *named]
     assert_one_line(cases, tmp_path, statuses=(1, 2), imports=["transformers.models.llama"])
 
     files = [texts / f"{part}.parquet" for part in range(3)]

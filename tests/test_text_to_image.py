@@ -4,12 +4,15 @@ way: test_adapting.py."""
 import os
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
+import pyarrow.parquet
 import pytest
 import torch
 import torchvision
 import toy
 from composed import make
+from conftest import load
 from lazy import diffusers, lib, lora, text_to_image, transformers
 from PIL import Image
 from processes import train_forked
@@ -61,6 +64,41 @@ def test_images_and_captions_are_encoded_as_their_models_do(base, args):
         close(means[i], exact.mean[0] * scale)
         close(deviations[i], exact.std[0] * scale)
         close(texts[i], text[0])
+
+
+def test_a_step_of_a_stream_has_the_inputs_and_targets_of_what_is_encoded_before_it(
+    base, args, tmp_path
+):
+    """Of the test set, the last 40 rows, which workers read as bytes."""
+    mine = load(make(tmp_path / "mine.py", "ddp", "text_to_image", "streaming"))
+    words = ["--base", base, "--images", base.parent / "captions-?.parquet", "--size", 32]
+    words += ["--caption", "caption", "--lanes", 2, "--output-dir", tmp_path]
+    with mock.patch("sys.argv", ["mine.py", *map(str, words)]):
+        given = mine.parse_args("", mine.add_technique_flags, mine.add_flags)
+    mine.set_batch_sizes(given, 1, 1)
+    data = mine.load_data(given, None)[1].dataset
+    rows = pyarrow.parquet.read_table(base.parent / "captions-1.parquet").to_pylist()[-len(data) :]
+    assert len(data) == 40
+    files = [tmp_path / f"{i}.png" for i in range(len(rows))]
+    for file, row in zip(files, rows, strict=True):
+        file.write_bytes(row["image"]["bytes"])
+    texts = [row["caption"] for row in rows]
+    encoded = lib.latents.encode([*zip(files, texts, strict=True)], args, "cpu")
+    before = lib.latents.Noisy(encoded, diffusers.DDPMScheduler.from_pretrained(base / "scheduler"))
+    found = []
+
+    def model(*inputs, return_dict):
+        found.append([*inputs])
+        return [inputs[0]]
+
+    for samples, compute_loss in ((data, mine.compute_loss), (before, text_to_image.compute_loss)):
+        batch = []
+        for index in range(0, 40, 9):
+            torch.manual_seed(index)
+            batch.append(samples[index])
+        losses = compute_loss(model, torch.utils.data.default_collate(batch), args)["loss"]
+        found[-1].append(losses)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])

@@ -15,13 +15,22 @@ from functools import cache
 from pathlib import Path
 
 import fsspec
+import psutil
 import pyarrow
 import torch
 from accelerate.utils import broadcast_object_list
 from pyarrow.parquet import ParquetFile, read_metadata
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_cifar import RANK, WORLD_SIZE, exit_with_error, log_line, positive, replace_file
+from ddp_cifar import (
+    LOCAL_WORLD_SIZE,
+    RANK,
+    WORLD_SIZE,
+    exit_with_error,
+    log_line,
+    positive,
+    replace_file,
+)
 from lib.order import ByLane
 
 AHEAD = 128  # rows of a worker, whose row groups are read before it needs them
@@ -38,6 +47,11 @@ def add_stream_flags(parser):
     add("--lanes", type=positive(int), default=64, help="row groups side by side in an epoch (64)")
     add("--block", type=positive(int), default=8, help="neighbours of a lane in a batch (8)")
     add("--workers", type=int, default=2, help="that read, per process (2)")
+
+
+def file_in(value):
+    """Return an open file of a row: its bytes, or {"bytes": ..., "path": ...} of `datasets`."""
+    return io.BytesIO(value["bytes"] if isinstance(value, dict) else value)
 
 
 class File(io.RawIOBase):
@@ -246,6 +260,31 @@ class Stream(ByLane):
         return self.dataset.sample(group, index)
 
 
+def check_memory(source, train_set, args):
+    """Log what the workers read. Exit with an error if this machine has not enough memory."""
+
+    def size(group):
+        return group[2].row_group(group[3]).total_byte_size
+
+    rows = train_set.dataset
+    _, _, metadata, number = max(rows.groups, key=size)
+    largest = metadata.row_group(number)
+    columns = [largest.column(index) for index in range(largest.num_columns)]
+    used = tuple(f"{name}." for name in rows.names.values())
+    sizes = {f"{x.path_in_schema}.": x.total_uncompressed_size for x in columns}
+    megabytes = sum(x for path, x in sizes.items() if path.startswith(used)) / 2**20
+    lanes = train_set.lanes_of_a_worker()
+    reads = f"{len(rows.groups)} row groups of up to {megabytes:.1f} MB"
+    log_line(f"{source}: {reads}; a worker reads {lanes} of {args.lanes} lanes")
+    workers = LOCAL_WORLD_SIZE * max(1, args.workers)
+    kept = min(lanes + AHEAD / largest.num_rows, len(rows.groups))
+    needed = 2 * workers * kept * megabytes / 2**10  # each is decoded from its bytes
+    free = psutil.virtual_memory().available / 2**30
+    if needed > free:
+        why = f"its row groups would take {needed:.1f} GB of memory, {free:.1f} GB are free"
+        exit_with_error(f"{source}: {why}: set fewer --lanes")
+
+
 def stream(args, source, names, make, make_test, collate):
     """Return the DataLoaders for training and test of Parquet files: `collate` of lists of `make`
     of rows, and of `make_test` for the test. A row is {name: value}."""
@@ -256,9 +295,7 @@ def stream(args, source, names, make, make_test, collate):
         exit_with_error(f"{source} has one row group, which would be the test set: name a --test")
     train_set = Stream(RowGroups(train, names, make), args)
     if RANK == 0:
-        largest = max(metadata.row_group(i).total_byte_size for *_, metadata, i in train)
-        lanes = f"a worker reads {train_set.lanes_of_a_worker()} of {args.lanes} lanes"
-        log_line(f"{source}: {len(train)} row groups of up to {largest / 2**20:.1f} MB; {lanes}")
+        check_memory(source, train_set, args)
     options = {"batch_size": args.batch_size, "collate_fn": collate, "num_workers": args.workers}
     options |= {"persistent_workers": args.workers > 0, "pin_memory": torch.cuda.is_available()}
     test_set = RowGroups(test, names, make_test)
