@@ -320,7 +320,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure aa212f38ceeb: identical in all recipes, edit only above it
+# ================= shared infrastructure 227977efe24a: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -395,8 +395,7 @@ class Run:
         self.checkpoints = Checkpoints(self, states)
         # A local variable: as an attribute it would keep the file mapped, and its disk space used.
         checkpoint = self.checkpoints.find()
-        # Before a DataLoader starts workers: they inherit the signal mask.
-        self.watcher = Watcher(self)
+        self.watcher = Watcher(self)  # before a DataLoader starts workers
         self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
         if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
@@ -480,9 +479,8 @@ class Run:
         modes = {module: module.training for module in model.modules()}  # frozen ones may be in it
         model.eval()
         loader.set_epoch(0)  # the same random transforms in each evaluation
-        replica = RANK // self.ranks_per_batch
         for index, batch in enumerate(loader):
-            number = index * self.data_parallel_size + replica
+            number = index * self.data_parallel_size + RANK // self.ranks_per_batch
             seed_rng("evaluation", number)
             left = len(loader.dataset) - number * loader.batch_sampler.batch_size
             yield batch, max(0, left)
@@ -791,8 +789,7 @@ class SeededSamples(Dataset):
 def datasets_in(dataset):
     """Yield a dataset, and those in its attributes `dataset` and `datasets`."""
     yield dataset
-    inner = getattr(dataset, "datasets", ())
-    inner = inner.values() if isinstance(inner, dict) else inner
+    inner = pytree.tree_leaves(getattr(dataset, "datasets", ()))  # a list or a dictionary
     for one in (getattr(dataset, "dataset", None), *inner):
         if isinstance(one, Dataset):
             yield from datasets_in(one)
@@ -873,7 +870,6 @@ class Checkpoints:
             return content | {"states": states}
         if paths:
             exit_with_error(f"{run.directory} has no intact checkpoint: choose another")
-        return None
 
     def save(self, step, metrics):
         """Write a checkpoint, and delete old ones. Return how long it took, in s. All ranks wait
@@ -941,9 +937,8 @@ class Checkpoints:
 
 
 def checkpoint_paths(directory):
-    """Return the paths of all checkpoints, the oldest first."""
-    named = re.compile(r"step-\d{8}(\.pt)?")  # another name is its owner's
-    return sorted(path for path in directory.iterdir() if named.fullmatch(path.name))
+    """Return the paths of all checkpoints, the oldest first. Other names are their owner's."""
+    return sorted(x for x in directory.iterdir() if re.fullmatch(r"step-\d{8}(\.pt)?", x.name))
 
 
 def broadcast_state(run, state, on_device):
@@ -1016,9 +1011,6 @@ def load_weights(model, path):
     """Return the model, with the weights at `path`, if given, as far as names and shapes match."""
     if not model.training:  # from_pretrained returns it so
         exit_with_error("build_model: the model is in eval mode: return model.train()")
-    for name, buffer in model.named_buffers():  # an expanded one could not be written to
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, buffer.contiguous())
     if path:
         own = model.state_dict()
         try:
@@ -1052,9 +1044,9 @@ class Watcher:
     hangs. After the first two, on any rank, all ranks stop after the same step.
 
     A run without a step for --hang-timeout seconds, with --compile six times as long, ends. Each
-    rank reports how many steps it took, and whether it waits for others, in a library or in this
-    file. Named are the ranks that did not report; if all did, those with the fewest steps; of
-    these, the ones that do not wait."""
+    rank reports how many steps it took, and whether it waits for others, in a library. Named are
+    the ranks that did not report; if all did, those with the fewest steps; of these, the ones that
+    do not wait."""
 
     library = re.compile(
         f"{re.escape(torch.__path__[0])}/(?!utils/data/)|{re.escape(accelerate.__path__[0])}/"
@@ -1132,8 +1124,6 @@ class Watcher:
         waits = bool(self.library.search(frame.f_code.co_filename))
         while frame.f_code.co_filename not in FILES:
             frame = frame.f_back
-        waiting = {Metrics.gather.__code__, means.__code__, Watcher.agreed_signal.__code__}
-        waits = waits or frame.f_code in waiting
         file = Path(frame.f_code.co_filename).name
         place = f"line {frame.f_lineno} of {file}, in {frame.f_code.co_name}"
         self.run.store.set(RANK_AND_HOST, json.dumps([self.steps, waits, place]))
@@ -1190,11 +1180,10 @@ def exit_if_ranks_differ(store, topic, values, remedy):
         exit_with_error(f"{difference}: {remedy}")
 
 
-# Every end of `main` comes here. The first rank of each machine prints an error at once. By SIGTERM
-# the launcher then ends the others, which wait for seconds. An exception waits one more, since
-# another rank's end may have caused it.
 def start(main):
-    """Call `main`, and end the process."""
+    """Call `main`, and end the process. The first rank of each machine prints an error at once. By
+    SIGTERM the launcher then ends the others, which wait for seconds. An exception waits one more,
+    since another rank's end may have caused it."""
     try:
         main()
     except SystemExit as error:

@@ -225,7 +225,7 @@ def test_a_plain_script_and_the_copy_that_it_becomes_have_the_same_losses(
 
 @pytest.mark.slow
 def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
-    """As the page has it. The run ends two steps after an evaluation that has changed the rate."""
+    """As the page has it. The run ends in an evaluation, after one that has changed the rate."""
     plateau, rule = re.findall(r"^```python\n(.*?)^```$", ADAPTING, re.M | re.S)
     optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)"
     text = project("resume") + f"\n{plateau}\n\ndef make_optimizer(model, args, total_steps):\n"
@@ -242,9 +242,9 @@ def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
     codes = [{*codes} for codes, _ in forked(runs, tmp_path)]
     assert codes == [{0}, {7}, {0}]
     whole, broken = (outputs(tmp_path / x) for x in ("whole", "broken"))
-    assert (whole.summary["resumed_from"], broken.summary["resumed_from"]) == (0, 8)
+    assert (whole.summary["resumed_from"], broken.summary["resumed_from"]) == (0, 9)
     rates = [line["learning_rate"] for line in whole.train]
-    assert len({*rates[:8]}) > 1 and len({*rates}) > 2, "or it would prove nothing"
+    assert len({*rates[:9]}) > 1 and len({*rates}) > 2, "or it would prove nothing"
     assert_same_training(broken, whole, 0)
 
 
