@@ -214,16 +214,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
     parser.add_argument("--sample", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one test file")
-    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     args = parser.parse_args()
     found = listed(args.only)
-    chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
+    chosen = random.Random(1).sample(sorted(found), min(args.sample, len(found)))
     print(f"{len(chosen)} of {len(found)} mutants", flush=True)
-    if args.list:
-        print("\n".join(chosen))
-        return
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
     lines = map(json.loads, RESULTS.read_text().splitlines())
