@@ -1,5 +1,6 @@
 """Each example trains: composed by `make new`, with additions, it passes `make check` on the data
-that the commands in its docstring make. What they compute: test_examples.py."""
+that the commands in its docstring make, and reads these rows from any source. What they compute:
+test_examples.py."""
 
 import json
 import re
