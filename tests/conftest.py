@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import ROOT, fork_server, forked
+from torch.utils import _pytree as pytree
 
 CONFIGS = {n: ROOT / f"accelerate_configs/{n}gpu.yaml" for n in (1, 2, 4, 8)}
 ACCELERATE = Path(sys.executable).with_name("accelerate")
@@ -96,21 +97,15 @@ def begin_of(output):
     return int(begin)
 
 
-def assert_identical(one, other, where=""):
+def assert_identical(one, other):
     """Compare tensors, and containers of them, to the last bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_identical(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_identical(*pair, f"{where}/{index}")
-    elif torch.is_tensor(one):
-        assert one.stride() == other.stride() and torch.equal(one, other), where
-    else:
-        assert one == other, where
+    (ones, structure), (others, same) = map(pytree.tree_flatten_with_path, (one, other))
+    assert structure == same
+    for (path, x), (_, y) in zip(ones, others, strict=True):
+        if torch.is_tensor(x):
+            assert x.stride() == y.stride() and torch.equal(x, y), path
+        else:
+            assert x == y, path
 
 
 def pytest_configure(config):
@@ -198,24 +193,6 @@ ROUNDING = 1e-10
 ROUNDING_FLOAT32 = 100 * torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(scope="module")
-def copies(request, tmp_path_factory):
-    """{test: outcome} of the copies that the selected tests of a module need, two at a time."""
-    directory = tmp_path_factory.mktemp("copies")
-    runs = {}
-    for item in request.session.items:
-        marker = item.get_closest_marker("copied")
-        if item.path == request.path and marker:
-            runs[item.name] = described_copy(
-                directory / str(len(runs)), *marker.args, **marker.kwargs
-            )
-    answers = forked(list(runs.values()), directory, together=2)
-    return {
-        name: SimpleNamespace(codes=codes, output=output, directory=run["directory"])
-        for (name, run), (codes, output) in zip(runs.items(), answers, strict=True)
-    }
-
-
 def described_copy(directory, recipe, *replacements, project="", flags=(), **run):
     directory.mkdir()
     script = copy(recipe, directory / "mine.py", *SHORT, *replacements, project=project)
@@ -226,8 +203,11 @@ def described_copy(directory, recipe, *replacements, project="", flags=(), **run
 
 
 @pytest.fixture
-def outcome(request, copies):
+def outcome(request, tmp_path):
     """Exit codes, output and directory of the copy that the test's mark describes: of which recipe,
     (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
     takes two steps and leaves its results in run/."""
-    return copies[request.node.name]
+    marker = request.node.get_closest_marker("copied")
+    run = described_copy(tmp_path / "copy", *marker.args, **marker.kwargs)
+    ((codes, output),) = forked([run], tmp_path)
+    return SimpleNamespace(codes=codes, output=output, directory=run["directory"])

@@ -18,6 +18,7 @@ from conftest import (
 from processes import forked, outputs
 from safetensors.torch import load_file
 
+DISTURBED = project("disturbed")
 RECIPES = ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sharded", "pipeline"))]
 WRITER = {"ddp": 0, "sharded": 1, "pipeline": 0}  # a rank that writes
 FLAGS = [*CNN, "--batch-size", 16, "--max-steps", 8, "--checkpoint-every", 1, "--log-every", 1]
@@ -25,18 +26,18 @@ FLAGS = [*CNN, "--batch-size", 16, "--max-steps", 8, "--checkpoint-every", 1, "-
 
 def train(recipe, directory, *cases):
     """[exit codes, output] of a recipe's training into whole/, and of a copy's with the addition:
-    (directory, what disturbs it, more flags)."""
+    (directory, environment, more flags)."""
     own = project("background").replace("from background_saves import available_memory\n", "")
+    own = DISTURBED + own
     script = make(directory / "mine.py", recipe, "background_saves")
     end = '\n\nif __name__ == "__main__":'
     script.write_text(script.read_text().replace(end, own + end))
-    plain = copy(f"{recipe}_cifar", directory / "plain.py", FEW_IMAGES)
+    plain = copy(f"{recipe}_cifar", directory / "plain.py", FEW_IMAGES, project=DISTURBED)
     flags = [*FLAGS, *(["--chunks", 2] if recipe == "pipeline" else []), "--output-dir"]
     common = {"processes": 2, "directory": directory, "grace": 1, "terminate": True}
     common["patience"] = 100  # a process whose thread has failed would be awaited for hours
     runs = [{**common, "script": plain, "flags": [*flags, "whole", "--keep", 9]}]
-    for name, disturbances, *more in cases:
-        env = {"DISTURB": json.dumps(disturbances)}
+    for name, env, *more in cases:
         runs.append({**common, "script": script, "flags": [*flags, name, *more], "env": env})
     return forked(runs, directory)
 
@@ -48,15 +49,15 @@ def assert_same_checkpoint(ours, theirs):
     file = "run.pt" if shards[1] else ""
     ours, theirs = content(ours / file), content(theirs / file)
     for key in ("states", "step", "metrics"):
-        assert_identical(ours[key], theirs[key], key)
+        assert_identical(ours[key], theirs[key])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_thread_writes_the_same_checkpoints_while_the_training_goes_on(recipe, tmp_path):
     """SIGTERM comes in a write. The same command goes on, on a disk that is slower than the hang
     timeout: that is no hang, and its rank is named."""
-    stopped = {"stopped": [1, 3]}
-    slow = {"slow": [WRITER[recipe], 7, 16]}
+    stopped = {"DISTURB": '{"1": [3, "SIGTERM"]}'}
+    slow = {"SLOW": json.dumps([WRITER[recipe], 7, 16])}
     whole, first, second = train(
         recipe,
         tmp_path,
@@ -86,12 +87,13 @@ def test_a_failed_write_ends_the_run_and_without_memory_a_save_is_in_the_foregro
     recipe, tmp_path
 ):
     """One rank's disk is full, as far as the rank can tell, and another one has no memory."""
+    rank = WRITER[recipe]
     whole, full, raised, foreground = train(
         recipe,
         tmp_path,
-        ("full", {"full": [WRITER[recipe], 4]}),
-        ("raised", {"raises": [WRITER[recipe], 4]}),
-        ("foreground", {"no memory": WRITER[recipe]}, "--keep", 1),
+        ("full", {"DISTURB": json.dumps({rank: [4, 3000]})}),
+        ("raised", {"RAISES": json.dumps([rank, 4])}),
+        ("foreground", {"NO_MEMORY": str(rank)}, "--keep", 1),
     )
     (line,) = re.findall("^mine: error: (.*)", full[1], re.MULTILINE)
     pattern = r"cannot write full/step-0000000[34], earlier ones stay \(.*File too large.*\)"
@@ -99,7 +101,7 @@ def test_a_failed_write_ends_the_run_and_without_memory_a_save_is_in_the_foregro
     left = {path.stem for path in (tmp_path / "full").iterdir()}
     step = int(line.partition("step-")[2][:8])
     kept = {f"step-{x:08}" for x in (step - 2, step - 1)}
-    assert left == {"metrics", "run", "mine.from-00000000", *kept}
+    assert left == {"metrics", "run", "batches", "mine.from-00000000", *kept}
     assert 0 not in raised[0] and "RuntimeError: no such device" in raised[1], raised
     assert not (tmp_path / "raised" / "summary.json").exists()
     assert whole[0] == foreground[0] == [0, 0], foreground

@@ -134,75 +134,53 @@ def params(cases):
     return [pytest.param(value, marks=mark, id=name) for name, (value, mark) in cases.items()]
 
 
-def the_line(outcome):
-    """The one error line. The test ends the other process as the launcher does."""
-    (line,) = [line for line in outcome.output.splitlines() if line.startswith("mine: error: ")]
-    assert "_cifar" not in outcome.output, "the name of another file"
-    assert 2 in outcome.codes and 0 not in outcome.codes, outcome.output
-    return line
-
-
 RETURN = '    return {"loss": loss, "accuracy": logits.argmax(1) == labels}\n'
 ON_RANK_1 = "    if accelerate.PartialState().process_index == 1 and model.training:\n"
 
 
-@mistake((RETURN, f"{ON_RANK_1}        return loss\n{RETURN}"))
-def test_an_error_of_one_rank_is_told_by_that_rank(outcome):
-    """The other one waits for it, and has nothing to say."""
-    assert the_line(outcome).startswith("mine: error: rank 1: compute_loss returned Tensor")
-    assert outcome.codes[1] == 2 and "step 1/" not in outcome.output
-
-
+NOT_FINITE = "not finite between steps 0 and ., nothing was saved: the "
 SPOILED_LOSS = f"{ON_RANK_1}        loss = loss / 0\n"
 SIGNALLED = "    os.kill(os.getpid(), signal.SIGTERM)\n    logits.register_hook(torch.log)\n"
 LONG = ["--log-every", 9, "--max-steps", 9, "--batch-size", 8]
 LAST_STAGE = project("own_mistakes", train_step="step_that_spoils_the_last_stage")
 PATIENT = {"grace": 30, "terminate": False, "flags": ["--max-steps", 1]}
-NOT_FINITE = {
-    "a loss": (
-        "the loss of ranks [1], the weights of ranks [0, 1]",
+STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
+OWN_WEIGHTS = "    draw_weights_by_rank(accelerator, model)\n"  # of two that hold the same stage
+OF_FOUR = {"recipe": "pipeline_cifar", "project": project("own_mistakes"), "processes": 4}
+UNUSED = project("own_mistakes", build_model="model_with_an_unused_layer")
+MISTAKES = {
+    "a tensor on one rank": (
+        "rank 1: compute_loss returned Tensor",
+        mistake((RETURN, f"{ON_RANK_1}        return loss\n{RETURN}")),
+    ),
+    "a loss that is not finite": (
+        rf"{NOT_FINITE}loss of ranks \[1\], the weights of ranks \[0, 1\]: ",
         mistake((RETURN, SPOILED_LOSS + RETURN)),
     ),
-    "at a stop between two lines": (
-        "the loss of ranks [0], the weights of ranks [0]",
+    "one at a stop between two lines": (
+        rf"{NOT_FINITE}loss of ranks \[0\], the weights of ranks \[0\]: ",
         mistake((RETURN, SIGNALLED + RETURN), processes=1, flags=LONG),
     ),
-    "a stage": (
-        "the weights of ranks [1]",
+    "a stage, and all ranks end by themselves": (
+        rf"{NOT_FINITE}weights of ranks \[1\]: ",
         mistake(recipe="pipeline_cifar", project=LAST_STAGE, **PATIENT),
+    ),
+    "weights that drift apart": (
+        r"ranks \[2, 3\] have other weights than rank 0 at step 1, not saved: call model\(...\)",
+        mistake((STAGE, STAGE + OWN_WEIGHTS), **OF_FOUR),
+    ),
+    "parameters without gradients": (
+        ".* did not receive grad for rank 0: 2.extra.bias, 2.extra.weight",
+        mistake(project=UNUSED, flags=["--log-every", 9, "--batch-size", 16]),
     ),
 }
 
 
-@pytest.mark.parametrize("said", params(NOT_FINITE))
-def test_what_is_not_finite_is_named_with_its_ranks_and_not_saved(outcome, said):
-    """Also at a stop between two lines; and all ranks end by themselves where one is not finite."""
-    text = rf"not finite between steps 0 and ., nothing was saved: {re.escape(said)}: "
-    assert re.search(f"^mine: error: {text}", outcome.output, re.MULTILINE), outcome.output
+@pytest.mark.parametrize("said", params(MISTAKES))
+def test_a_mistake_is_an_error_that_names_ranks_before_anything_is_saved(outcome, said):
+    assert re.search(f"^mine: error: {said}", outcome.output, re.MULTILINE), outcome.output
     assert "step 1/" not in outcome.output and {0, -9}.isdisjoint(outcome.codes), outcome.output
     assert not list((outcome.directory / "run").glob("step-*"))
-
-
-STAGE = "    optimizer = accelerator.prepare(optimizer)\n"
-OWN_WEIGHTS = "    draw_weights_by_rank(accelerator, model)\n"
-DRIFT = project("own_mistakes")
-
-
-@mistake((STAGE, STAGE + OWN_WEIGHTS), recipe="pipeline_cifar", project=DRIFT, processes=4)
-def test_ranks_that_drift_apart_exit_before_a_save(outcome):
-    """The two ranks of a stage hold the same weights, of which each has drawn its own."""
-    line = the_line(outcome)
-    assert "ranks [2, 3] have other weights than rank 0 at step 1, not saved" in line
-    assert "call model(...)" in line and not list((outcome.directory / "run").glob("step-*"))
-
-
-UNUSED = project("own_mistakes", build_model="model_with_an_unused_layer")
-
-
-@mistake(project=UNUSED, flags=["--log-every", 9, "--batch-size", 16])
-def test_parameters_that_get_no_gradient_are_named(outcome):
-    line = re.search("^mine: error: (.*)$", outcome.output, re.MULTILINE)[1]
-    assert "did not receive grad for rank 0: 2.extra.bias, 2.extra.weight" in line
 
 
 RAISES = {

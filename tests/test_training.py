@@ -23,7 +23,7 @@ from conftest import (
     load,
     project,
 )
-from processes import forked, train_forked
+from processes import forked, outputs, train_forked
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
 
@@ -74,41 +74,6 @@ def test_statistics_of_batchnorm_are_not_broadcast_in_each_step():
     model = torchvision.models.resnet18()
     model.fc.register_buffer("level", torch.zeros(1))
     assert recipe.training_buffers(model) == [model.fc.level]
-
-
-def test_a_line_names_the_rank_that_waits_longest_for_data():
-    run = SimpleNamespace(step=1, learning_rate=0.1, model=torch.nn.Linear(1, 1))
-    run.args = SimpleNamespace(global_batch_size=2)
-    waits_longer = torch.tensor([0, 0, 0, 0, 2, 0])  # of the loss, weight, rows, norm, wait, memory
-    run.accelerator = SimpleNamespace(gather=lambda row: torch.cat([row, row + waits_longer]))
-    metrics = SimpleNamespace(run=run, names=["loss"], data_seconds=1.0, clock=0, interval_began=0)
-    metrics.sums = recipe.sample_rows({"loss": torch.ones(1)}).sum(0)
-    _, _, measured = recipe.Metrics.gather(metrics, None)
-    assert measured["slowest_rank"] == 1
-    assert measured["data_wait"] * measured["seconds"] == pytest.approx(3)
-    recipe.Metrics.start_interval(metrics)
-    assert metrics.data_seconds == 0
-
-
-def test_to_measure_a_gradient_does_not_change_the_step(monkeypatch):
-    """Also where its norm overflows: clipped to infinity, it would be NaN."""
-    accelerator = accelerate.Accelerator(cpu=True)
-
-    def huge_loss(model, x, args):
-        return {"loss": 1e30 * model(x)[:, 0]}
-
-    monkeypatch.setattr(recipe, "compute_loss", huge_loss)
-    args, schedule = SimpleNamespace(seed=0, clip_norm=None), SimpleNamespace(step=lambda: None)
-    weights = []
-    for measure in (False, True):
-        model = torch.nn.Linear(2, 1)
-        torch.nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-31)
-        batches = iter([torch.ones(4, 2)])
-        run = SimpleNamespace(accelerator=accelerator, args=args, step=1, line_due=measure)
-        _, norm = recipe.train_step(run, model, optimizer, schedule, batches)
-        weights.append(model.weight.tolist())
-    assert weights[0] == weights[1] != [[1, 1]] and norm.isinf()
 
 
 @pytest.mark.parametrize("name", ["ddp", "amp", "pipeline", "sharded"])
@@ -234,11 +199,6 @@ def test_summary_and_metrics_hold_what_is_documented(resnet_run):
     names = newest.keys() - head - {"seconds"}
     assert {name: summary[name] for name in names} == {name: newest[name] for name in names}
     assert summary["seconds"] > sum(line["seconds"] for line in resnet_run.train)
-    times = [line["time"] for line in (*resnet_run.train, evaluation)]
-    saving = times[1] - times[0] - resnet_run.train[1]["seconds"]
-    metrics = (resnet_run.directory / "metrics.jsonl").read_text()
-    first_save = float(re.search(r'"save_seconds": ([\d.e-]+)', metrics)[1])
-    assert times == sorted(times) and saving > 0.9 * first_save
 
 
 def test_a_file_gets_plain_lines_of_at_most_100_columns_from_the_main_process_only(resnet_run):
@@ -304,14 +264,20 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
 
 
 NAN = '"accuracy": logits.argmax(1) == labels}', '"iou": logits[:, 0] * math.nan}'
+SLOW = (
+    "        batch = next(batches)\n",
+    "        batch = next(batches)\n        time.sleep(RANK / 5)\n",
+)
 TWO = {"processes": 2, "flags": ["--batch-size", 64]}  # both steps in one epoch
 PRINTS = project("own_mistakes", main="main_that_prints")
 
 
 @pytest.mark.slow
-@pytest.mark.copied("ddp_cifar", NAN, project=PRINTS, **TWO)
-def test_a_metric_that_is_nan_is_null_in_json_and_what_was_printed_last_is_kept(outcome):
+@pytest.mark.copied("ddp_cifar", NAN, SLOW, project=PRINTS, **TWO)
+def test_a_line_names_the_slowest_rank_nan_is_null_in_json_and_what_is_printed_is_kept(outcome):
     assert outcome.codes == [0, 0], outcome.output
+    for line in outputs(outcome.directory / "run").train:
+        assert line["slowest_rank"] == 1 and line["data_wait"] * line["seconds"] > 0.2
     assert outcome.output.count("a last line that is not flushed\n") == 2
     text = (outcome.directory / "run/metrics.jsonl").read_text()
     assert [text.count(f'"{name}": null') for name in ("iou", "test_iou")] == [2, 1]

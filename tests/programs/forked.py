@@ -4,15 +4,14 @@ trainings take a minute. processes.py starts it once, with the number of a socke
 brings one request, a line of JSON:
 
     {"runs": [...], "directory": ..., "env": {...},
-     "together": how many side by side, each on its share of the cores,
+     "together": how many side by side,
      "imports": modules that they need besides}
 
 A run has `processes` and a `port`, a `script` with its `flags` and `directory`; `env` of its own;
 `terminal`: its output goes to one; `patience`: seconds until the run is ended, more where others
 use the cores, too; `grace`: seconds that the others have when a process has failed (5);
-`terminate`: SIGTERM before SIGKILL, as from a launcher; `until`: [text, n], the run is ended when
-its output has the text n times. The answer is a line that has [exit codes by rank, output] for each
-run. If patience has ended a run, the output's last line says so.
+`terminate`: SIGTERM before SIGKILL, as from a launcher. The answer is a line that has [exit codes
+by rank, output] for each run. If patience has ended a run, the output's last line says so.
 
     {"command": [...], "directory": ..., "env": {...},
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
@@ -71,7 +70,7 @@ with contextlib.suppress(ImportError):  # where it is installed, Accelerate impo
     import datasets  # noqa: F401
 
 
-def work(run, rank, port, request, cores):
+def work(run, rank, port, request):
     """Run one rank, in a forked process."""
     processes = run["processes"]
     os.environ.clear()
@@ -83,8 +82,6 @@ def work(run, rank, port, request, cores):
         )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.update(run.get("env", {}))
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
     draw_seeds()
     try:
         os.chdir(run["directory"])
@@ -105,7 +102,7 @@ def work(run, rank, port, request, cores):
 class Execution:
     """The processes of one run."""
 
-    def __init__(self, run, request, cores):
+    def __init__(self, run, request):
         self.run, self.codes, self.ranks, self.text = run, {}, {}, b""
         self.master = None
         if run.get("terminal"):
@@ -121,7 +118,7 @@ class Execution:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(slave, 1)
             os.dup2(slave, 2)
-            work(run, rank, run["port"], request, cores)
+            work(run, rank, run["port"], request)
         if self.master:
             os.close(slave)
         self.patience = run.get("patience", 300) * max(1, os.getloadavg()[0] / os.cpu_count())
@@ -138,14 +135,8 @@ class Execution:
         if code:
             self.deadline = min(self.deadline, time.monotonic() + self.run.get("grace", 5))
 
-    def has_said(self, text, times):
-        size = os.fstat(self.file.fileno()).st_size
-        return os.pread(self.file.fileno(), size, 0).decode().count(text) == times
-
     def check(self):
         self.read()
-        if (until := self.run.get("until")) and self.ranks and self.has_said(*until):
-            self.deadline = 0
         if time.monotonic() > self.deadline:
             if not any(self.codes.values()):
                 self.said = f"\nforked.py: ended after a patience of {self.patience:.0f} s\n"
@@ -165,27 +156,21 @@ class Execution:
 
 
 def run_all(request):
-    together = request["together"]
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    share = max(1, len(cores) // min(together, len(request["runs"])))
-    free = [cores[slot * share :][:share] or cores[:share] for slot in range(together)]
     answers, waiting, running = {}, list(enumerate(request["runs"])), {}
     while waiting or running:
-        while waiting and free:
+        while waiting and len(running) < request["together"]:
             number, run = waiting.pop(0)
-            slot = free.pop()
-            running[number] = slot, Execution(run, request, slot)
+            running[number] = Execution(run, request)
         pid = True
-        while pid and any(execution.ranks for _, execution in running.values()):
+        while pid and any(execution.ranks for execution in running.values()):
             pid, status = os.waitpid(-1, os.WNOHANG)
-            for _, execution in running.values():
+            for execution in running.values():
                 if pid in execution.ranks:
                     execution.ended(pid, status)
-        for number, (slot, execution) in list(running.items()):
+        for number, execution in list(running.items()):
             execution.check()
             if not execution.ranks:
                 answers[number] = execution.answer()
-                free.append(slot)
                 del running[number]
         time.sleep(0.01)
     return [answers[number] for number in sorted(answers)]

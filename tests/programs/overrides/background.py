@@ -1,33 +1,24 @@
-"""For copies in test_background_saves.py. A thread begins to write after the next step, and says in
-which step the training is. The environment says which rank is stopped in which step, whose disk is
-slow or full, whose write raises an error, and that no memory is left."""
+"""For copies in test_background_saves.py, behind disturbed.py. A thread begins to write after the
+next step, and says in which step the training is. SLOW in the environment is a rank, a step and the
+seconds that a write waits for its disk, RAISES a rank and a step whose write raises an error,
+NO_MEMORY a rank that has none left."""
 
 import json
 import os
-import resource
-import signal
 import time
 
 from background_saves import available_memory
 from ddp_cifar import RANK, main, train_step
 
-plain_step, plain_main, plain_fsync = train_step, main, os.fsync
-plain_memory = available_memory
-disturbances = json.loads(os.environ.get("DISTURB", "{}"))
+disturbed_step, disturbed_main, plain_memory = train_step, main, available_memory
+slow = json.loads(os.environ.get("SLOW", "[-1, 0, 0]"))
+raises = json.loads(os.environ.get("RAISES", "[-1, 0]"))
 runs = []
-
-
-def is_due(name, step):
-    return disturbances.get(name, [])[:2] == [RANK, step]
 
 
 def train_step(run, *arguments):
     runs[:] = [run]
-    if is_due("stopped", run.step):
-        os.kill(os.getpid(), signal.SIGTERM)
-    if is_due("full", run.step):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-    return plain_step(run, *arguments)
+    return disturbed_step(run, *arguments)
 
 
 def late_save(checkpoints, step, metrics):
@@ -38,23 +29,23 @@ def late_save(checkpoints, step, metrics):
             break
         time.sleep(0.01)
     print(f"writes {step} in {run.step}", flush=True)
-    if is_due("raises", step):
+    if raises == [RANK, step]:
         raise RuntimeError("no such device")
     return plain_save(checkpoints, step, metrics)
 
 
 def fsync(descriptor):
-    if runs and is_due("slow", runs[0].step):
-        time.sleep(disturbances.pop("slow")[2])
-    plain_fsync(descriptor)
+    if runs and slow[:2] == [RANK, runs[0].step]:
+        slow[0] = -1
+        time.sleep(slow[2])
+    plain_fsync(descriptor)  # noqa: F821
 
 
 def available_memory():
-    return 1000 if disturbances.get("no memory") == RANK else plain_memory()
+    return 1000 if os.environ.get("NO_MEMORY") == str(RANK) else plain_memory()
 
 
 def main():
     global plain_save
     plain_save, Checkpoints.save = Checkpoints.save, late_save  # noqa: F821
-    os.fsync = fsync
-    plain_main()
+    disturbed_main()
