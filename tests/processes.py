@@ -108,7 +108,8 @@ class Ranks:
             numbers |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
             own = {name: str(x) for name, x in numbers.items() if size > 1} | run.get("env", {})
             command = [sys.executable, run["script"], *run["flags"]]
-            how = {"env": {**env, **own}, "output": output, "imports": imports}
+            how = {"env": {**env, **own}, "output": output, "imports": imports, "tracked": True}
+            how["ignored"] = run.get("ignored", ())
             self.ranks.append(Launched(command, run.get("directory", directory), **how))
         if self.master:
             os.close(output)
@@ -176,7 +177,7 @@ def forked(runs, directory, together=1, imports=(), **env):
     A run has `processes`, a `script`, `flags`, a `directory` if it is not this one, and `env` of
     its own. `terminal`: its output goes to one; `patience`: seconds until it is ended (300), more
     where others use the cores, too; `grace`: seconds that the others have when a process has failed
-    (5); `terminate`: SIGTERM before SIGKILL, as from a launcher."""
+    (5); `terminate`: SIGTERM before SIGKILL, as from a launcher; `ignored`: signals."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     waiting, running, answers = list(enumerate(runs)), {}, {}
     while waiting or running:

@@ -166,8 +166,7 @@ def test_a_rank_that_starts_late_is_waited_for_longer_than_the_launchers_store(t
 
 
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):
-    replaced = {"main": "main_in_the_foreground", "compute_loss": "loss_that_never_ends"}
-    text = project("interruption", **replaced)
+    text = project("interruption", compute_loss="loss_that_never_ends")
     stuck = described_copy(tmp_path / "stuck", "ddp_cifar", project=text)
     ((codes, output),) = forked([stuck], tmp_path)
     assert codes == [-signal.SIGQUIT], output
@@ -205,8 +204,9 @@ EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
 def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_path):
     """One that comes while the handlers are installed."""
     flags = ["--batch-size", 8, "--max-steps", 99]
-    text = project("interruption", main="main_under_nohup", train_step="step_under_nohup")
+    text = project("interruption", train_step="step_under_nohup")
     nohup = described_copy(tmp_path / "nohup", "ddp_cifar", project=text, flags=flags)
+    nohup["ignored"] = [signal.SIGHUP]
     early = described_copy(tmp_path / "early", "ddp_cifar", EARLY, flags=flags)
     (codes, output), (early_codes, early_output) = forked([nohup, early], tmp_path)
     assert codes == [143] and "stopped after step 6, which is saved" in output, output

@@ -6,7 +6,7 @@ connection brings one request, a line of JSON:
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
      "ignored": numbers of the signals that it ignores at its start, "namespaces": pid of a process
      whose network, host name and mounts it has, "tee": all that it prints goes through tee(1), in
-     its process group, to this file}
+     its process group, to this file, "tracked": it has the server's resource tracker}
 
 It is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`,
 whose stdin, stdout and stderr come through the socket. What these start as `python ...` are forks,
@@ -57,7 +57,7 @@ def start_command(request, descriptors, connection):
             os.dup2(descriptor, number)
         if request.get("terminal"):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        close_files_but()
+        close_files_but({resource_tracker._resource_tracker._fd} if request.get("tracked") else ())
         enter_namespaces(request.get("namespaces"))
         os.chdir(request["directory"])
         for number in SIGNALS:  # also where these tests run in the background

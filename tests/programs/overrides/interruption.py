@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_cifar import WORLD_SIZE, compute_loss, log_line, main, train_step
+from ddp_cifar import WORLD_SIZE, compute_loss, log_line, train_step
 
-plain_loss, plain_main, plain_step = compute_loss, main, train_step
+plain_loss, plain_step = compute_loss, train_step
 GATE = os.environ.get("GATE", "0/0")
 CONTEXT = "fork"
 
@@ -20,11 +20,6 @@ def data_of_persistent_workers(args, accelerator):
     options = {"batch_size": args.batch_size, "num_workers": 1, "persistent_workers": True}
     options["multiprocessing_context"] = CONTEXT
     return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, **options)
-
-
-def main_in_the_foreground():
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
-    plain_main()
 
 
 def loss_that_never_ends(model, batch, args):
@@ -50,11 +45,6 @@ def evaluation_that_is_signalled(model, batch, args):
 def slow_upload(tracker):
     if os.environ["RANK"] == "0":
         time.sleep(4)
-
-
-def main_under_nohup():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    plain_main()
 
 
 def step_under_nohup(run, *arguments):

@@ -1,5 +1,4 @@
-"""For copies in test_training.py, test_sharded.py and test_gpu.py: a model, an optimizer, and the
-number of graphs that were compiled."""
+"""For copies whose --compile is tested: a model, and how many graphs were compiled."""
 
 import torch
 from torch import nn
@@ -17,11 +16,6 @@ class Model(nn.Sequential):
 def model_to_compile(args):
     blocks = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     return Model(*blocks, nn.Flatten(), nn.Linear(16, 10))
-
-
-def adamw(model, args, total_steps):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 def main():
