@@ -27,7 +27,7 @@ def test_losses_and_weights_are_those_of_ddp_on_one_process_bit_for_bit(tmp_path
         ("ddp_cifar", ""),
     ):
         script = copy(recipe, tmp_path / f"{recipe}.py", *SHORT, dropout, project=text)
-        runs.append((1, script, [*CNN, "--batch-size", 64, "--max-steps", 6]))
+        runs.append((1, script, [*CNN, "--batch-size", 64, "--max-steps", 6, "--threads", 1]))
     result, reference = train_forked(tmp_path, *runs)
     assert len(result.train) == 6
     assert_same_training(reference, result, 0)

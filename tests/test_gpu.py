@@ -111,7 +111,7 @@ def test_the_host_waits_for_the_device_in_no_step_but_for_the_scale_in_fp16(devi
     runs = []
     for precision in ("fp32", "fp16"):
         chosen = SCALER if on_cpu and precision == "fp16" else {}
-        text = project("tokens", **chosen) + project("host_waits")
+        text = project("tokens", LENGTHS=[5] * 8, **chosen) + project("host_waits")
         script = copy("amp_cifar", tmp_path / f"{precision}.py", project=text)
         own = ["--cpu", "--precision", "fp32"] if on_cpu else ["--precision", precision]
         runs.append((2 if on_cpu else min(2, GPUS), script, [*flags, *own]))
