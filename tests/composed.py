@@ -10,6 +10,7 @@ from importlib import metadata
 
 import new
 import numpy
+import torch
 from conftest import FEW_IMAGES
 from PIL import Image
 from processes import ROOT, forked
@@ -100,6 +101,13 @@ def assert_one_line(cases, directory, statuses=(2,), imports=()):
     for text, (codes, output) in zip(cases, forked(runs, directory, 2, imports), strict=True):
         assert codes[0] in statuses and text in output.splitlines()[-1], output
         assert output.count("error: ") == 1 and "Traceback" not in output, output
+
+
+def loss_of_step(microbatches):
+    """The loss whose gradient a recipe's `train_step` has, of the values of its microbatches."""
+    weights = [x.get("weight", torch.ones(len(x["loss"]))).double() for x in microbatches]
+    losses = [(x["loss"] * y).mean() for x, y in zip(microbatches, weights, strict=True)]
+    return torch.stack(losses).mean() / torch.stack([x.mean() for x in weights]).mean()
 
 
 def write_wav(path, samples, rate=16000, width=2):

@@ -5,8 +5,7 @@
   of check.py. In both the ranks are forks of a process that has imported everything, without a
   launcher
 - `launch`, `Launched`: a launcher that forks its ranks, where one matters, or a signal to it
-- `run`: a real interpreter, where its start or its end matters. With `programs/launcher` on its
-  PYTHONPATH, the ranks of a real launcher are forks of it, as in test_slurm.py
+- `run`: a real interpreter, where its start or its end matters
 """
 
 import functools

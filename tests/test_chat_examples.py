@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import assert_one_line, make
-from conftest import ROUNDING_FLOAT32
+from composed import loss_of_step, make
+from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import lib, lora, peft, preferences, sft, transformers
 from processes import train_forked
 from safetensors.torch import load_file
@@ -80,82 +80,20 @@ def calling(arguments):
     return {"content": None, "tool_calls": [{"type": "function", "function": function}]}
 
 
-def answering(**more):
-    return chat("a", {"content": "b", **more})
-
-
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-INNER = "<think>\nIt is late.</think>\nNo."
-ODD = """ "Ä" \t\\nabla\n\n{'a': [1]} </b> & \\\\ \U0001f642\n"""
-WHOLE = writing("{{ x.content }}")
-CASES = {
-    # What a template leaves out is an error, but not what it strips, or writes as JSON, nor the
-    # reasoning of earlier turns.
-    "calls": (WHOLE, chat("a", calling({})), "error: the chat template leaves out the tool calls"),
-    "reasoning": (
-        writing("{{ x.content.split('</think>')[-1] }}"),
-        chat("a", INNER),
-        "error: the chat template leaves out the reasoning of message 2",
-    ),
-    "content": (
-        writing("{{ x.content[:3] }}"),
-        chat("a", "of four"),
-        "error: the chat template leaves out the content of message 2, of the assistant",
-    ),
-    "JSON": (
-        writing("{{ x.content | trim | tojson }}"),
-        chat(ODD, ODD, ODD, ODD),
-        2 * (json.dumps(ODD.strip(), ensure_ascii=False) + "<|end|>"),
-    ),
-    "other tags": (
-        writing("{{ x.content.replace('think>', 'thought>') }}"),
-        chat("a", INNER),
-        INNER.replace("think>", "thought>") + "<|end|>",
-    ),
-    "the prompt": (
-        "{{ 'Ask. ' if messages[1:] }}" + WHOLE,
-        chat("a", "b"),
-        "error: the chat template changes what comes before an answer",
-    ),
-    # A key is used, or refused.
-    "weight": (WHOLE, answering(weight=0.5), "error: the weight of a message is 0.5"),
-    "refusal": (WHOLE, answering(refusal="No."), "error: 'refusal' would be ignored: remove it"),
-    "a key that is read": (
-        writing("{{ x.get('refusal', '') }}{{ x.content }}"),
-        answering(refusal="No."),
-        "No.b<|end|>",
-    ),
-    "harmless keys": (
-        WHOLE,
-        answering(function_call=None, id=3, model_name="m", tool_calls=[]),
-        "b<|end|>",
-    ),
-    "tools": (
-        writing("{% for y in tools %}{{ y }}{% endfor %}{{ x.content }}"),
-        answering(),
-        'error: the chat template needs "tools" in each row',
-    ),
-    "roles": (WHOLE, [{"role": "gpt", "content": "a"}], "error: no message has the role assistant"),
-    "no question": (WHOLE, chat("a", "b")[1:], "error: nothing comes before the answer"),
-    # An answer counts from its first token, if that begins as the prompt goes on; whether the
-    # message or the template writes that.
-    "another tag": (
-        writing("{{ x.content }}", "<think>\n"),
-        chat("a", "<answer>4</answer>", "b", "</think>4"),
-        "<answer>4</answer><|end|></think>4<|end|>",
-    ),
-    "a tag of the template": (
-        writing("{{ '</think>' if x.role == 'assistant' }}{{ x.content }}", "<think>\n"),
-        chat("a", "4"),
-        "</think>4<|end|>",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_a_row_has_is_trained_or_is_an_error(case, tokenizer):
-    tokenizer.chat_template, messages, expected = CASES[case]
-    assert trained(tokenizer, messages)[: len(expected)] == expected
+@pytest.mark.parametrize(
+    ("content", "answer", "expected"),
+    [
+        ("{{ x.content }}", {"weight": 0.5}, "error: the weight of a message is 0.5"),
+        ("{{ x.content }}", {"refusal": "No."}, "error: 'refusal' would be ignored: remove it"),
+        ("{{ x.get('refusal', '') }}{{ x.content }}", {"refusal": "No."}, "No.b<|end|>"),
+        ("{{ x.content }}", {"function_call": None, "id": 3, "model_name": "m"}, "b<|end|>"),
+        ("{{ x.content }}", {"role": "gpt"}, "error: no message has the role assistant, but user"),
+    ],
+)
+def test_a_key_of_a_message_is_used_or_refused(content, answer, expected, tokenizer):
+    tokenizer.chat_template = writing(content)
+    found = trained(tokenizer, chat("a", {"content": "b", **answer}))
+    assert found[: len(expected)] == expected
 
 
 TEXT = '{"city":"Köln","days":[3]}'
@@ -164,9 +102,7 @@ TEXT = '{"city":"Köln","days":[3]}'
 @pytest.mark.parametrize(
     ("arguments", "of_object", "of_text"),
     [
-        ("{{ y.arguments | tojson }}", '{"city": "Köln", "days": [3]}', None),
-        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", None),
-        ("{{ '' + y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
+        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", "Köln[3]"),
         ("{{ y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
     ],
 )
@@ -175,18 +111,17 @@ def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, o
     calls = "{% for y in x.tool_calls | default([]) | map(attribute='function') %}"
     tokenizer.chat_template = writing(f"{calls}{{{{ y.name }}}} {arguments}{{% endfor %}}")
     question = {"role": "user", "content": "", "tool_calls": None}  # as in a row of a table
-    for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text or of_object)):
+    for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text)):
         messages = [question, {"role": "assistant", **calling(given)}]
-        for tools in (None, json.dumps(TOOLS)):
+        for tools in (None, '[{"type": "function", "function": {"name": "weather"}}]'):
             assert trained(tokenizer, messages, tools) == f"weather {expected}<|end|>"
 
 
-@pytest.mark.parametrize("key", ["system", "functions", "answer", "image"])
-def test_a_key_of_a_row_is_used_or_harmless(key):
-    harmless = {"prompt_id": 3, "score-chosen": 1, "messages": []}
-    lib.turns.check_keys({key: None, **harmless}, ["messages"])
-    with pytest.raises(ValueError, match=f"'{key}' would be ignored"):
-        lib.turns.check_keys({key: "a", **harmless}, ["messages"])
+def test_a_key_of_a_row_is_used_or_harmless():
+    harmless = {"system": None, "prompt_id": 3, "score-chosen": 1, "messages": []}
+    lib.turns.check_keys(harmless, ["messages"])
+    with pytest.raises(ValueError, match="'system' would be ignored"):
+        lib.turns.check_keys({**harmless, "system": "a"}, ["messages"])
 
 
 def test_notes_are_said_once(tokenizer, capsys):
@@ -214,6 +149,7 @@ def test_texts_of_others_take_linear_time(tokenizer):
     assert text.startswith("26 Jul 20242024-07-26<|user|>")
 
 
+WHOLE = writing("{{ x.content }}")
 ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
     "one of several": (WHOLE, [1, 2], [1, 2], None),
     "none": (WHOLE, 0, [0, 2], "generation_config.json gets <|end|>, in which answers end here"),
@@ -241,7 +177,9 @@ def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(case, base, tmp_path, m
     assert [said in line for line in found] == [True] if said else found == []
 
 
-def test_contents_are_texts_or_an_error():
+def test_contents_are_texts_and_an_answer_has_a_question_or_it_is_an_error():
+    with pytest.raises(ValueError, match="nothing comes before the answer"):
+        lib.turns.answers_in(CHATS[0][1:])
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     assert lib.chat.with_text({"role": "user", "content": parts})["content"] == "a b"
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
@@ -270,14 +208,8 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
     exact = -torch.cat([by_hand(model, sample) for sample in samples]).mean()
     expected = gradient(model, exact)
     for size in (1, 2, 4):
-        losses, weights = [], []
-        for begin in range(0, 4, size):
-            values = sft.compute_loss(
-                model, lib.chat.pad_chats(samples[begin : begin + size]), ARGS
-            )
-            losses.append((values["loss"] * values["weight"]).mean())
-            weights.append(values["weight"].double().mean())
-        loss = torch.stack(losses).mean() / torch.stack(weights).mean()
+        batches = [lib.chat.pad_chats(samples[i : i + size]) for i in range(0, 4, size)]
+        loss = loss_of_step([sft.compute_loss(model, batch, ARGS) for batch in batches])
         assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
         torch.testing.assert_close(gradient(model, loss), expected, rtol=1e-4, atol=1e-6)
 
@@ -361,7 +293,6 @@ def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropp
     [
         ({"role": "user"}, "a", "is no text, and no list of messages"),
         ("a", ["b"], "is no text, and no list of messages"),
-        ("a", [], "begins with no message of the prompt, nor of the assistant"),
         ("a", chat("b", "c"), "begins with no message of the prompt"),
     ],
 )
@@ -407,7 +338,7 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     for run in runs:
         trained = lora.with_lora(sft.build_model(SimpleNamespace(base=base, base_dtype="bfloat16")))
         weights = load_file(run.directory / "model.safetensors")
-        assert {x.dtype for name, x in weights.items() if ".lora_" in name} == {torch.float32}
+        assert {(".lora_" in k, x.dtype) for k, x in weights.items()} == {(True, torch.float32)}
         trained.load_state_dict(weights, strict=False)
         expected = trained(tokens).logits
         adapter = run.directory / "adapter"
@@ -432,16 +363,13 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
         assert one == pytest.approx(other, rel=torch.finfo(torch.bfloat16).eps)
 
 
-def test_wrong_chats_are_one_line(base, tmp_path):
-    good = [{"messages": x} for x in CHATS * 5]
-    toy.write_json_lines(tmp_path / "good.jsonl", good)
-    toy.write_json_lines(tmp_path / "alone.jsonl", [good[0], {"messages": CHATS[0][1:]}])
-    script = make(tmp_path / "mine.py", "ddp", "sft")
-    cases = {
-        "row 2: ValueError('nothing comes before the answer')": ["alone"],
-        "good.jsonl: 0 rows for training do not fill one batch": ["good", "--length", 2],
-        "would train in 16 bits: add lora": ["good", "--base-dtype", "bfloat16"],
-    }
-    for text, (name, *flags) in cases.items():
-        cases[text] = [script, "--chats", tmp_path / f"{name}.jsonl", *flags, "--base", base]
-    assert_one_line(cases, tmp_path, imports=["transformers.models.llama"])
+def test_chats_that_fill_no_batch_and_weights_of_16_bits_are_errors(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("lib.chat.exit_with_error", exit_by_exception)
+    monkeypatch.setattr("lib.fine_tuning.exit_with_error", exit_by_exception)
+    toy.write_json_lines(tmp_path / "a.jsonl", [{"messages": x} for x in CHATS])
+    args = SimpleNamespace(base=base, chat_template=None, length=2, output_dir=tmp_path, test=None)
+    args.chats, args.global_batch_size, args.base_dtype = tmp_path / "a.jsonl", 3, "bfloat16"
+    with pytest.raises(Exit, match=r"a\.jsonl: 0 rows for training do not fill one batch"):
+        sft.load_data(args, SimpleNamespace(is_main_process=True))
+    with pytest.raises(Exit, match="would train in 16 bits: add lora"):
+        sft.make_optimizer(sft.build_model(args), args, 9)

@@ -17,46 +17,44 @@ from conftest import (
     Exit,
     assert_same_training,
     exit_by_exception,
-    project,
 )
 from lazy import clip, contrastive, embeddings, lib, sentence_transformers, transformers
 from PIL import Image
 from processes import train_forked
 from torch.nn import functional as F
 
+from ddp_cifar import seed_rng
 from lib import negatives
 
 pytestmark = pytest.mark.slow
 
-# The whole global batch at once, by plain autograd and other formulas, on one process.
-WHOLE = {"train_step": "whole_step", "test_metrics": "whole_metrics"}
+IN_FLOAT64 = [
+    (
+        "from_config(config, dtype=torch.float32), pooling)",
+        "from_config(config), pooling).double()",
+    ),
+    (".train(), pooling)", ".train(), pooling).double()"),
+    ("hidden.float()", "hidden"),
+    ("log_scale.float()", "log_scale"),
+    ("ROWS = 1024", "ROWS = 5"),  # few rows at a time
+]
 IMPORTS = ["transformers.models.bert.modeling_bert", "peft"]
 IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
 train = partial(train_forked, imports=IMPORTS)
 FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e6, "--lr", 3e-3]
 
 
-def written(path, recipe, **chosen):
-    """Write a copy in float64 that compares few rows at a time, with definitions of
-    programs/overrides."""
-    replaced = [("ROWS = 1024", "ROWS = 5")]
-    replaced += [("hidden.float()", "hidden"), ("log_scale.float()", "log_scale")]
-    end = '\n\nif __name__ == "__main__":'
-    replaced.append(
-        (end, f"{project('whole_batch', build_model='model_in_float64', **chosen)}\n{end}")
-    )
-    return make(path, recipe, "embeddings", replaced=replaced)
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """The flags of a training on 193 pairs. The test set has 20. The model has dropout."""
+    """The flags of a training on 193 pairs. The test set has 20."""
     directory = tmp_path_factory.mktemp("texts")
     lines = [line[:40] for line in toy.LINES]
     rows = [{"anchor": f"{i} {lines[i]}", "positive": f"{lines[-i]} {i}"} for i in range(193)]
     toy.write_json_lines(directory / "pairs.jsonl", rows)
     torch.manual_seed(0)
     toy.bert(directory)
+    config = directory / "bert/config.json"
+    config.write_text(config.read_text().replace('dropout_prob": 0.1', 'dropout_prob": 0.0'))
     with_pooling(directory, "cls", "cls")
     with_pooling(directory, "last", "lasttoken")
     config = directory / "cls/1_Pooling/config.json"  # as former versions have saved it
@@ -96,19 +94,19 @@ def clip_config(captions, eos):
     return config
 
 
-def flags_of_clip(directory, base):
-    """The test set has 20 pairs."""
-    return ["--captions", directory / "captions.jsonl", *FLAGS, "--base", base]
-
-
 def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
-    """Also sharded. Both passes have the same dropout, which depends on the size of the
-    microbatches."""
-    whole = written(tmp_path / "whole.py", "ddp", **WHOLE)
-    scripts = [written(tmp_path / f"{x}.py", x) for x in ("ddp", "sharded")]
-    flags = [*texts.flags, "--batch-size", 4]
-    described = [(1, whole, flags), *((2, script, flags) for script in scripts)]
-    expected, *results = train(tmp_path, *described)
+    """Also sharded. One process has the whole in one microbatch, by plain autograd."""
+    runs = [
+        (
+            processes,
+            make(tmp_path / f"{recipe}.py", recipe, "embeddings", replaced=IN_FLOAT64),
+            size,
+        )
+        for processes, recipe, size in ((1, "ddp", 16), (2, "ddp", 4), (2, "sharded", 4))
+    ]
+    flags = [*texts.flags, "--batch-size"]
+    runs = [(processes, script, [*flags, size]) for processes, script, size in runs]
+    expected, *results = train(tmp_path, *runs)
     for result in results:
         assert_same_training(expected, result, ROUNDING)
     assert {len(x) for x in (expected.train, expected.evaluations)} == {3, 1}
@@ -116,18 +114,40 @@ def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp
     assert scale != pytest.approx(math.log(20), abs=1e-4), "learned"
 
 
-def test_any_size_of_a_microbatch_has_the_loss_of_the_global_batch(captions, tmp_path):
-    flags = {
-        "clip": flags_of_clip(captions, captions / "clip"),
-        "contrastive": ["--data", "synthetic", *FLAGS],
-    }
-    runs = []
-    for task, of_task in flags.items():
-        script = make(tmp_path / f"{task}.py", "ddp", task)
-        runs += [(1, script, [*of_task, "--batch-size", size]) for size in (16, 4)]
-    losses = [[line["loss"] for line in run.train] for run in train(tmp_path, *runs)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert losses[3] == pytest.approx(losses[2], rel=1e-4)
+def test_cached_gradients_are_those_of_the_whole_batch_at_once(texts):
+    """Of a model with dropout, which is the same in both passes, by plain autograd."""
+    model = embeddings.build_model(SimpleNamespace(base=texts.directory / "bert"))
+    for module in model.modules():
+        module.p = 0.2
+    here = SimpleNamespace(process_index=0, num_processes=1, gather=lambda x: x)
+    run = SimpleNamespace(accelerator=here, args=SimpleNamespace(seed=0), step=5)
+    batches = [(torch.randint(999, (3, 7)), torch.randint(999, (3, 9))) for _ in range(4)]
+
+    def seeded(compute, batches):
+        for index, batch in enumerate(batches):
+            seed_rng(0, 5, index)
+            yield compute(batch)
+
+    pairs = torch.cat([*seeded(lambda batch: model(*batch), batches)])
+    exact = negatives.info_nce(pairs, torch.arange(12))["loss"]
+    cached = negatives.with_cached_gradients(run, model, batches, negatives.info_nce)
+    values = seeded(lambda x: negatives.loss_among_all(model, x, negatives.info_nce), cached)
+    losses = torch.cat([x["loss"] for x in values])
+    torch.testing.assert_close(losses, exact)
+    gradients = [torch.autograd.grad(x.mean(), [*model.parameters()]) for x in (losses, exact)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_any_division_of_views_has_the_loss_of_the_whole(tmp_path):
+    script = make(tmp_path / "contrastive.py", "ddp", "contrastive")
+    flags = ["--data", "synthetic", *FLAGS, "--batch-size"]
+    runs = train(tmp_path, (1, script, [*flags, 16]), (2, script, [*flags, 4]))
+    assert_same_losses(*runs)
+
+
+def assert_same_losses(run, other):
+    losses, expected = ([line["loss"] for line in x.train] for x in (run, other))
+    assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
@@ -139,7 +159,7 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
         for row, other in zip(texts.rows, texts.rows[::-1], strict=True)
     ]
     toy.write_json_lines(tmp_path / "triples.jsonl", triples)
-    script = written(tmp_path / "mine.py", "ddp")
+    script = make(tmp_path / "mine.py", "ddp", "embeddings", replaced=IN_FLOAT64)
     flags = [*texts.flags, "--max-steps", 4, "--pairs", tmp_path / "triples.jsonl"]
     runs = train(
         tmp_path,
@@ -281,8 +301,10 @@ def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, t
     tokenizer = transformers.AutoTokenizer.from_pretrained(captions / "clip")
     toy.save(tmp_path / "base", tokenizer, model)
     script = make(tmp_path / "mine.py", "ddp", "clip")
-    flags = flags_of_clip(captions, tmp_path / "base")
-    (run,) = train(tmp_path, (2, script, [*flags, "--batch-size", 4]))
+    flags = ["--captions", captions / "captions.jsonl", *FLAGS, "--base", tmp_path / "base"]
+    flags.append("--batch-size")
+    run, whole = train(tmp_path, (2, script, [*flags, 4]), (1, script, [*flags, 16]))
+    assert_same_losses(run, whole)
     model.config.save_pretrained(run.directory)
     model = transformers.CLIPModel.from_pretrained(run.directory)
     assert 4.5 < model.logit_scale.item() <= math.log(100) + 1e-6

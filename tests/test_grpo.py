@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import make
+from composed import loss_of_step, make
 from conftest import Exit, exit_by_exception
 from lazy import grpo, lib, lora, transformers
 from processes import train_forked
@@ -136,18 +136,14 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
         exact = torch.stack([x.mean() for x in losses]).mean()
     exact = torch.autograd.grad(exact, [*model.parameters()], retain_graph=True)
     for size in (1, 2):
-        parts, weights = [], []
-        for begin in range(0, 4, 2 * size):
-            part = slice(begin, begin + 2 * size)
-            values = lib.policy.group_loss(
-                model, prompts[part], completions[part], rewards[part], args
-            )
-            weight = values.get("weight", torch.ones(size))
-            parts.append((values["loss"] * weight).mean())
-            weights.append(weight.double().mean())
-        loss = torch.stack(parts).mean() / torch.stack(weights).mean()
-        found = torch.autograd.grad(loss, [*model.parameters()])
+        parts = [slice(begin, begin + 2 * size) for begin in range(0, 4, 2 * size)]
+        steps = [
+            lib.policy.group_loss(model, prompts[part], completions[part], rewards[part], args)
+            for part in parts
+        ]
+        found = torch.autograd.grad(loss_of_step(steps), [*model.parameters()])
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+    [values] = steps
     assert values["length"].tolist() == [80, 600] and values["reward"].tolist() == [0.5, 1.75]
     assert values["equal_rewards"].tolist() == [False, False]
     if beta:
@@ -189,9 +185,7 @@ def test_each_prompt_gets_its_own_completions_and_rewards_without_dropout(args, 
 @pytest.mark.parametrize(
     ("completion", "line", "expected"),
     [
-        ("3 and 4 make 7.", {"answer": 7}, 1),
-        ("It is 1,234", {"answer": "#### 1234"}, 1),
-        ("-2.50", {"answer": "-2.5"}, 1),
+        ("3 and 4 make -1,007.50", {"answer": "#### -1007.5"}, 1),
         ("7 is not 8", {"answer": 7}, 0),
         ("", {"answer": 7}, 0),
         ("ab\nc", {"pattern": "a.*c"}, 1),

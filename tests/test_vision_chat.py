@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import assert_one_line, make
+from composed import assert_one_line, loss_of_step, make
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import lib, transformers, vision_chat
 from PIL import Image
@@ -170,8 +170,7 @@ def test_the_loss_is_that_of_transformers_however_a_batch_is_divided(args, proce
             )
             for i in range(0, 4, size)
         ]
-        loss = torch.stack([(x["loss"] * x["weight"]).mean() for x in values]).mean()
-        loss = loss / torch.stack([x["weight"].double().mean() for x in values]).mean()
+        loss = loss_of_step(values)
         assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
         actual = torch.autograd.grad(loss, parameters)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
