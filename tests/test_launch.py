@@ -98,19 +98,11 @@ def test_a_process_without_a_launcher_is_not_taken_for_one_of_several(start):
     assert start.devices == [0] and "LOCAL_RANK" not in os.environ
 
 
-def test_without_a_gpu_the_accelerator_is_told_to_use_the_cpu(start):
-    """Otherwise the processes of a launch would not see each other."""
-    run = start(device_count=0)
-    assert run.accelerator.cpu and start.devices == [] and run.args.log_every == 10
-
-
 @pytest.mark.parametrize(
     ("environment", "flag", "threads"),
     [
-        ({"OMP_NUM_THREADS": "4"}, None, 4),
         ({"OMP_NUM_THREADS": "1"}, None, 1),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a launcher's default"}, None, 3),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a launcher's default"}, 1, 1),
         ({"OMP_NUM_THREADS": "4"}, 2, 2),
         ({"LOCAL_WORLD_SIZE": "8"}, None, 1),
     ],
@@ -142,14 +134,17 @@ def test_gpus_that_are_not_used_are_told_once(start, capfd):
 
 
 def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
-    """A driver that is too old: NVML counts the GPUs, and CUDA does not start."""
+    """A driver that is too old: NVML counts the GPUs, and CUDA does not start. Without GPUs, or if
+    they are hidden, the Accelerator is told to use the CPU: else processes would not see each
+    other."""
+    assert start(device_count=0).accelerator.cpu
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     old = {"device_count": 1, "is_available": False}
     with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.*; or add --cpu"):
         start(**old)
-    assert start(environment={"CUDA_VISIBLE_DEVICES": ""}, **old).accelerator.cpu, "they are hidden"
-    assert start(cpu=True, **old).accelerator.cpu
+    run = start(environment={"CUDA_VISIBLE_DEVICES": ""}, **old)
+    assert run.accelerator.cpu and run.args.log_every == 10 and start.devices == []
 
 
 def test_processes_that_do_not_see_each_other_are_an_error(start):
@@ -192,28 +187,19 @@ def test_an_amd_gpu_under_a_build_for_cuda_is_an_error(start, monkeypatch):
         start(device_count=0, is_available=False)
 
 
-def on_node(directory, accelerate, *arguments, **environment):
-    """Run what submit_job.sh runs on each node, with another program in the place of accelerate."""
-    (directory / "accelerate").write_text(accelerate)
-    (directory / "accelerate").chmod(0o755)
-    script = (ROOT / "clusters/submit_job.sh").read_text()
-    script = script.partition("on_node='")[2].partition("\n'\n")[0]
-    called = 'accelerate launch --machine_rank "$SLURM_NODEID"'
-    assert called in script
-    defaults = {"SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}
-    environment = {"PATH": f"{directory}:{os.environ['PATH']}", **defaults, **environment}
-    command = ["bash", "-c", script.replace(called, "accelerate"), "on_node", *arguments]
-    return run(command, cwd=directory, check=False, **environment)
+def programs(directory, **texts):
+    """Write programs, {name: shell script}. Return a PATH on which they come first."""
+    for name, text in texts.items():
+        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
 
 
 def test_a_slurm_job_has_a_process_per_gpu_and_of_each_node_as_many_cores(tmp_path):
     """Those of the node that has the fewest."""
-    for name, line in (("scontrol", "echo NodeAddr=10.0.0.1"), ("srun", 'echo "$@"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "20007", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
     job |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2),8"}
-    job["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    job["PATH"] = programs(tmp_path, scontrol="echo NodeAddr=10.0.0.1", srun='echo "$@"')
     said = run(["bash", ROOT / "clusters/submit_job.sh"], **job).stdout
     assert "--num_machines 3 --num_processes 12 --main_process_ip 10.0.0.1" in said
     assert "--ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 " in said
@@ -222,20 +208,24 @@ def test_a_slurm_job_has_a_process_per_gpu_and_of_each_node_as_many_cores(tmp_pa
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"SLURM_NNODES": "2"}, "to-10.0.0.2 =to-10.0.0.2"),
-        ({"SLURM_NNODES": "2", "SLURM_NODEID": "1"}, "to-10.0.0.1 =to-10.0.0.1"),
-        ({"SLURM_NNODES": "2", "GLOO_SOCKET_IFNAME": "chosen"}, "chosen =chosen"),
-        ({"SLURM_NNODES": "2", "NCCL_SOCKET_IFNAME": "ib0"}, "to-10.0.0.2 ib0"),
-        ({"SLURM_NNODES": "2", "last_node": "nowhere.invalid"}, "none none"),
+        ({}, "to-10.0.0.2 =to-10.0.0.2"),
+        ({"SLURM_NODEID": "1"}, "to-10.0.0.1 =to-10.0.0.1"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "to-10.0.0.2 ib0"),
+        ({"last_node": "nowhere.invalid"}, "none none"),
     ],
 )
 def test_a_node_tells_gloo_and_nccl_the_interface_to_the_others(tmp_path, environment, expected):
-    """By the route to the first node, or from there to the last: not the loopback interface."""
-    (tmp_path / "ip").write_text('#!/bin/sh\n[ "$3" ] && echo "$3 via 10.0.0.9 dev to-$3 src x"\n')
-    (tmp_path / "ip").chmod(0o755)
-    nodes = {"first_node": "10.0.0.1", "last_node": "10.0.0.2"}
-    both = "${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none}"
-    tell = f'#!/bin/sh\necho "interface: {both}" | tee said\n'
-    process = on_node(tmp_path, tell, **{**nodes, **environment})
-    assert process.returncode == 0
-    assert (tmp_path / "said").read_text() == f"interface: {expected}\n"
+    """By the route to the first node, or from there to the last: not the loopback interface. This
+    runs what submit_job.sh runs on each node, with another program in the place of accelerate."""
+    script = (ROOT / "clusters/submit_job.sh").read_text()
+    script = script.partition("on_node='")[2].partition("\n'\n")[0]
+    called = 'accelerate launch --machine_rank "$SLURM_NODEID"'
+    assert called in script
+    route = '[ "$3" ] && echo "$3 via 10.0.0.9 dev to-$3 src x"'
+    tell = 'echo "${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none}"'
+    job = {"SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}
+    job |= {"first_node": "10.0.0.1", "last_node": "10.0.0.2", **environment}
+    job["PATH"] = programs(tmp_path, ip=route, told=tell)
+    command = ["bash", "-c", script.replace(called, "told > said"), "on_node"]
+    run(command, cwd=tmp_path, **job)
+    assert (tmp_path / "said").read_text() == f"{expected}\n"

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of a Slurm on one machine need root"),
 ]
 STEPS = 40
-LATE = "import argparse\n__import__('time').sleep(3)\n"
 FLAGS = [*CNN, "--log-every", 1, "--lr", 0.02, "--max-steps", STEPS, "--checkpoint-every", 10]
 FLAGS += ["--keep", 9, "--global-batch-size", 64, "--batch-size", 32]
 
@@ -31,9 +30,7 @@ FLAGS += ["--keep", 9, "--global-batch-size", 64, "--batch-size", 32]
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    launcher = ROOT / "tests/programs/launcher"
-    cluster.environment["PATH"] = f"{launcher}:{ACCELERATE.parent}:{os.environ['PATH']}"
-    cluster.environment["PYTHONPATH"] = str(launcher)
+    cluster.environment["PATH"] = f"{ACCELERATE.parent}:{os.environ['PATH']}"
     try:
         cluster.start()
         yield cluster
@@ -142,14 +139,13 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     directory, slurm
 ):
     endless = ["--max-steps", 100_000, "--epochs", 10_000, "--checkpoint-every", 100_000]
-    # The signals come before the ranks have handlers: they begin late, as if they had to import.
-    code = (ROOT / "recipes/ddp_cifar.py").read_text().replace("import argparse\n", LATE)
-    job = Job(slurm, directory, "--ntasks-per-node=2", code=code, flags=[*FLAGS, *endless])
+    job = Job(slurm, directory, "--ntasks-per-node=2", flags=[*FLAGS, *endless])
     job.until_step(2)
     slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
     job.until_back_in_the_queue(restarts=1)
     (saved,) = job.checkpoints()
     job.until("RUNNING")
+    # The signal comes before the ranks have handlers.
     job.wait(lambda: len(job.processes()) >= 3, "ranks that have everything to import yet")
     slurm.run("scancel", job.id)
     job.until("CANCELLED")

@@ -4,7 +4,6 @@ differs from the reference only where this file says so."""
 import ast
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import sync
 from conftest import load
 from new import definitions
-from processes import ROOT
+from processes import ROOT, run
 from shared_block import COPIES, INFRASTRUCTURE, REFERENCE, checksum, infrastructure, parts
 
 RECIPES = ROOT / "recipes"
@@ -30,16 +29,6 @@ OF_THE_BASELINE = {"load_data", "build_model", "compute_loss", "make_optimizer"}
 OF_THE_BASELINE |= {"seed_rng", "ImageTensors", "cifar10", "synthetic_images"}
 
 
-def shared_block(path):
-    """Return the block with its banner."""
-    return "".join(parts(path)[1:])
-
-
-def own_definitions(path):
-    """Return {name: lines} of the owner's part."""
-    return definitions(parts(path)[0])
-
-
 def test_no_recipe_escapes_these_tests():
     assert {*RECIPES.glob("*.py")} == {*WITH_BLOCK, BASELINE}
     assert OWN.keys() == {path.stem for path in COPIES}
@@ -55,14 +44,11 @@ def test_the_block_that_is_compared_is_the_whole_of_it_and_has_its_checksum():
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
-def test_the_shared_block_is_the_references_text(path):
-    same = shared_block(path) == shared_block(REFERENCE)
+def test_a_recipe_is_the_reference_but_for_what_is_named_here(path):
+    theirs, banner, block = parts(REFERENCE)
+    same = parts(path)[1:] == (banner, block)
     assert same, f"{path.name} has drifted from {REFERENCE.name}: run `make sync`"
-
-
-@pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
-def test_the_training_code_is_the_references_but_for_what_is_named_here(path):
-    reference, mine = own_definitions(REFERENCE), own_definitions(path)
+    reference, mine = definitions(theirs), definitions(parts(path)[0])
     assert {"load_data", "build_model", "evaluate", "main"} <= reference.keys() <= mine.keys()
     assert {name for name in reference if mine[name] != reference[name]} == OWN[path.stem]
 
@@ -78,7 +64,7 @@ def test_the_baseline_trains_the_same_model_on_the_same_data():
 
 
 def test_bf16_is_looked_for_alike_in_all_recipes_that_use_it():
-    pipeline, sharded = (own_definitions(path) for path in COPIES[1:])
+    pipeline, sharded = (definitions(parts(path)[0]) for path in COPIES[1:])
     assert pipeline["check_bf16"] == sharded["check_bf16"]
 
 
@@ -87,18 +73,20 @@ MINE = "my dir/my_cifar.py"
 
 @pytest.fixture
 def project(tmp_path):
-    """A project with the recipes, of one shared block, and a copy of one, with an older banner, no
-    list of packages, and the line ends of Windows. Return a function that edits a file and runs
-    `make sync`, also with COPY=; it returns the process and the texts of all files, {name: text},
-    before and after."""
+    """A project with the recipes, and a copy of one, with an older banner, no list of packages, and
+    the line ends of Windows. Return a function that edits a file and runs `make sync`, also with
+    COPY=; it returns what was printed, errors, and the texts of all files, {name: text}, before and
+    after. If there is an error, they are the same."""
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "project/tools").mkdir()
     for name in ("Makefile", "pyproject.toml", "tools/sync.py", "tools/shared_block.py"):
         shutil.copy(ROOT / name, tmp_path / "project" / name)
-    for path in COPIES:  # also where the recipes have drifted
-        text = path.read_text().replace(shared_block(path), shared_block(REFERENCE))
-        (recipes / path.name).write_text(text)
+    (tmp_path / MINE).parent.mkdir()
+    text = (recipes / "amp_cifar.py").read_text()
+    older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 shared infrastructure\2", text)
+    older = re.sub("# /// script\n.*?# ///\n", "", older, flags=re.DOTALL)
+    (tmp_path / MINE).write_text(older, newline="\r\n")
 
     def texts():
         return {path.name: path.read_text() for path in tmp_path.glob("*/**/*_cifar*.py")}
@@ -111,53 +99,42 @@ def project(tmp_path):
         before = texts()
         command = ["make", "--silent", "sync", f"PYTHON={sys.executable}"]
         command += [f"COPY=../{copy}"] if copy else []
-        options = {"cwd": tmp_path / "project", "capture_output": True, "text": True}
-        process = subprocess.run(command, **options)
-        return process, before, texts()
+        done = run(command, cwd=tmp_path / "project", check=False)
+        assert (done.returncode == 0) == (done.stderr == "")
+        assert done.returncode == 0 or texts() == before
+        return done.stdout, done.stderr, before, texts()
 
-    process, _, _ = sync("ddp_cifar.py", "Train ResNet-50", "Train ResNet-50")
-    assert process.returncode == 0, process.stderr
-    (tmp_path / MINE).parent.mkdir()
-    text = (recipes / "amp_cifar.py").read_text()
-    older = re.sub("(# =+) .*( [0-9a-f]{12}:)", r"\1 shared infrastructure\2", text)
-    older = re.sub("# /// script\n.*?# ///\n", "", older, flags=re.DOTALL)
-    (tmp_path / MINE).write_text(older, newline="\r\n")
     return sync
 
 
 OLD, NEW = "timedelta(hours=6)", "timedelta(hours=3)"  # of the block
 
 
-def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
-    process, before, after = project("ddp_cifar.py", OLD, NEW)
-    updated = "".join(f"{path.name}: updated\n" for path in WITH_BLOCK)
-    assert (process.returncode, process.stdout) == (0, updated), process.stderr
-    for path in COPIES:
-        assert without_banner(after[path.name]) == without_banner(
-            before[path.name].replace(OLD, NEW)
-        )
-    for name in (BASELINE.name, "my_cifar.py"):
-        assert after[name] == before[name]
-    process, before, after = project("ddp_cifar.py", "Train ResNet-50", "Train a ResNet-50")
-    assert process.stdout == updated.replace("updated", "up to date")
-    assert before == after
-
-
 def without_banner(text):
     return re.sub("# =+ .* [0-9a-f]{12}:.*", "", text)
+
+
+def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
+    printed, errors, before, after = project("ddp_cifar.py", OLD, NEW)
+    updated = "".join(f"{path.name}: updated\n" for path in WITH_BLOCK)
+    assert printed == updated, errors
+    for name, text in after.items():
+        is_recipe = name not in (BASELINE.name, "my_cifar.py")
+        expected = before[name].replace(OLD, NEW) if is_recipe else before[name]
+        assert without_banner(text) == without_banner(expected)
+    printed, errors, before, after = project("ddp_cifar.py", "Train ResNet-50", "Train a ResNet-50")
+    assert printed == updated.replace("updated", "up to date") and before == after, errors
 
 
 @pytest.mark.parametrize(("edited", "copy"), [("amp_cifar.py", None), ("my_cifar.py", MINE)])
 def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, copy):
     """Nor a block without a checksum, which may be edited."""
-    process, before, after = project(edited, OLD, NEW, copy)
-    assert process.returncode != 0 and before == after
-    assert f"{edited}: its shared block was edited" in process.stderr
-    changed = [line for line in process.stdout.splitlines() if line[0] in "+-"][2:]
+    printed, errors, *_ = project(edited, OLD, NEW, copy)
+    assert f"{edited}: its shared block was edited" in errors
+    changed = [line for line in printed.splitlines() if line[0] in "+-"][2:]
     assert [OLD in changed[1], NEW in changed[0], len(changed)] == [True, True, 2]
-    process, before, after = project(edited, f" {checksum(parts(REFERENCE)[2])}:", ":", copy)
-    assert process.returncode != 0 and before == after
-    assert f"{edited}: its shared block was edited, or is too old, as shown above" in process.stderr
+    _, errors, *_ = project(edited, f" {checksum(parts(REFERENCE)[2])}:", ":", copy)
+    assert f"{edited}: its shared block was edited, or is too old, as shown above" in errors
 
 
 def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(project, tmp_path):
@@ -166,8 +143,8 @@ def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(p
     project("my_cifar.py", own, f"{own}  # mine", MINE)
     project("ddp_cifar.py", "import argparse\n", f"import argparse\n{imported}\n", MINE)
     needs = f"{NEW}\nINDENTED = outdent(' a')"
-    process, before, after = project("ddp_cifar.py", OLD, needs, MINE)
-    assert process.stdout == f"my_cifar.py: updated; {imported}\n", process.stderr
+    printed, errors, before, after = project("ddp_cifar.py", OLD, needs, MINE)
+    assert printed == f"my_cifar.py: updated; {imported}\n", errors
     mine, newest = after.pop("my_cifar.py"), before["amp_cifar.py"].replace(OLD, needs)
     assert mine.count("  # mine") == mine.count(f"\n{imported}\n") == 1
     mine = mine.replace("  # mine", "").replace(f"{imported}\n", "")
@@ -178,7 +155,6 @@ def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(p
     assert load(tmp_path / MINE).INDENTED == "a"
 
 
-BANNER = parts(REFERENCE)[1].strip()
 DDP, OWNER = "ddp_cifar.py", "my_cifar.py"
 STEP, LOG, START = "def train_step(", "def log_line(", 'if __name__ == "__main__":'
 SECOND_BANNER = f"# ===== this recipe's own\n{START}"  # with functions of the owner below the block
@@ -188,8 +164,6 @@ SECOND_BANNER = f"# ===== this recipe's own\n{START}"  # with functions of the o
     ("name", "old", "new", "copy", "message"),
     [
         (DDP, "def choose_device(", "def choose_gpu(", MINE, "nowhere: choose_device: see diff"),
-        (DDP, LOG, f"train_step = 1\n{LOG}", MINE, r"# =====': train_step \(line \d+\)"),
-        (DDP, BANNER, "#", None, "ddp_cifar.py has no shared block to update"),
         (DDP, LOG, LOG, "project/recipes/data_parallel_cifar.py", "no shared block"),
         (DDP, LOG, LOG, "none.py", "No such file"),
         (OWNER, STEP, f"RANK = 1\n{STEP}", MINE, r"# =====': RANK \(line \d+\): rename"),
@@ -202,9 +176,8 @@ def test_make_sync_changes_nothing_if_the_copy_would_not_run(
 ):
     """Names have moved out of the block, are gone, or stand for something else in the copy; there
     is no block, or functions are below it."""
-    process, before, after = project(name, old, new, copy)
-    assert process.returncode != 0 and before == after
-    line, _ = process.stderr.splitlines()  # the second one is of make
+    _, errors, *_ = project(name, old, new, copy)
+    line, _ = errors.splitlines()  # the second one is of make
     assert line.startswith("nothing was written: ") and re.search(message, line), line
 
 

@@ -153,9 +153,9 @@ def test_labels_of_two_types_and_those_that_training_does_not_have_are_an_error(
     with pytest.raises(Exit, match="the label 3"):
         text_classification.labelled_texts(str(tmp_path / "a.jsonl"), config, args)
     (tmp_path / "a.conll").write_text("in O\nRome B-LOC\n")
-    with pytest.raises(Exit, match=r"no word of train.jsonl has the tag B-LOC"):
-        config.label2id = {"O": 0}
-        entities.labelled_tokens(None, str(tmp_path / "a.conll"), config, args)
+    [sentence] = entities.read_tagged(str(tmp_path / "a.conll"), args)
+    with pytest.raises(ValueError, match=r"no word of train.jsonl has the tag B-LOC"):
+        entities.labelled_tokens(None, {"O": 0}, args, sentence)
     (tmp_path / "b.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "label": "1"}\n')
     args.base, args.train = str(data / "bert"), str(tmp_path / "b.jsonl")
     with pytest.raises(Exit, match=r"b.jsonl has labels that are strings, and others that are int"):
