@@ -216,6 +216,7 @@ def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     assert f"{first}import argparse\n" in text
     assert '"torch==2.15.0"' in text and '"apex"' in text
     assert ('"peft>=0.21"' in text) == ("lora" in examples)
+    assert text.find("from peft import") < text.index("\ndef add_flags("), "above all functions"
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
     assert "4gpu.yaml ours.py --epochs 90" in documented
