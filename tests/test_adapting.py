@@ -72,7 +72,8 @@ IN_OTHERS = {"photos", "language_model"}
 IN_DDP = {"photos", "gan", "speech"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # Of the toy data, for four steps and an evaluation.
-LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.tsv": 16, "test.conll": 100}
+LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.conll": 100}
+LINES |= {"train.tsv": 96, "test.tsv": 16}
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
 FLAGS_OF = {
@@ -181,9 +182,9 @@ def test_a_copy_with_an_example_passes_make_check(
     assert ended.value.code == 0, capsys.readouterr().out
 
 
-def contents(data, seed=0):
+def contents(data, seed=0, most=2000):
     """The samples of a dataset, or a part of many, with the same random numbers, as bytes."""
-    for index in range(0, len(data), 1 + len(data) // 2000):
+    for index in range(0, len(data), 1 + len(data) // most):
         torch.manual_seed(seed)
         has_batches = hasattr(data, "__getitems__")
         sample = data.__getitems__([index]) if has_batches else data[index]
@@ -289,7 +290,8 @@ def test_all_sources_give_a_task_the_same_samples(task, copy_of):
             changed = {folder: [sources[0], "--test", sources[1]]}
         _, *found = loaders(**changed)
         for one, other in zip(found, expected, strict=True):
-            assert [*contents(one.dataset)] == [*contents(other.dataset)], sources
+            pair = ([*contents(x.dataset, most=50)] for x in (one, other))
+            assert next(pair) == next(pair), sources
 
 
 @pytest.mark.parametrize("task", [x for x in OF_ROWS if flags_of_rows(x)[0].endswith(".jsonl")])
