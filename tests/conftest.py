@@ -144,7 +144,7 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()  # or libraries warn that it was not freed
-    if fork_server.cache_info().currsize:
+    if fork_server.cache_info().currsize and fork_server():
         fork_server().communicate()
 
 
@@ -205,7 +205,7 @@ def described_copy(directory, recipe, *replacements, project="", flags=(), **run
 @pytest.fixture
 def outcome(request, tmp_path):
     """Exit codes, output and directory of the copy that the test's mark describes: of which recipe,
-    (old, new) lines, `project`, `flags`, and what programs/forked.py knows. It is called mine.py,
+    (old, new) lines, `project`, `flags`, and what `forked` knows. It is called mine.py,
     takes two steps and leaves its results in run/."""
     marker = request.node.get_closest_marker("copied")
     run = described_copy(tmp_path / "copy", *marker.args, **marker.kwargs)

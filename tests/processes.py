@@ -5,8 +5,7 @@
   of check.py. In both the ranks are forks of a process that has imported everything, without a
   launcher
 - `launch`, `Launched`: a launcher that forks its ranks, where one matters, or a signal to it
-- `run`: a real interpreter, where its start or its end matters. With `programs/launcher` on its
-  PYTHONPATH, the ranks of a real launcher are forks of it, as in test_slurm.py
+- `run`: a real interpreter, where its start or its end matters
 """
 
 import functools
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,10 +63,15 @@ class Launched:
     def __init__(self, command, cwd=ROOT, env=None, stdin=None, output=None, errors=None, **how):
         words = [str(word) for word in command]
         request = {"command": words, "directory": cwd, "env": env or dict(os.environ), **how}
+        fork_server()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect("\0" + os.environ["FORK_SERVER"])
         with open(os.devnull) as nothing:
             files = [stdin or nothing, output or sys.__stdout__, errors or output or sys.__stderr__]
             numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-            self.answer = ask_fork_server(request, numbers)
+            socket.send_fds(connection, [b"\0"], numbers)
+        connection.sendall(json.dumps(request, default=str).encode() + b"\n")
+        self.answer = connection.makefile("r")
         self.pid = int(self.answer.readline())
         self.returncode = None
 
@@ -87,9 +92,57 @@ class Launched:
         self.send_signal(signal.SIGKILL)
 
 
+class Ranks:
+    """The processes of a run that `forked` describes."""
+
+    def __init__(self, run, directory, imports, env):
+        self.file, self.master = tempfile.TemporaryFile(), None
+        output = self.file
+        if run.get("terminal"):
+            self.master, output = os.openpty()
+            os.set_blocking(self.master, False)
+        size, port, self.ranks = run["processes"], free_port(), []
+        for rank in range(size):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+            numbers |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+            own = {name: str(x) for name, x in numbers.items() if size > 1} | run.get("env", {})
+            command = [sys.executable, run["script"], *run["flags"]]
+            how = {"env": {**env, **own}, "output": output, "imports": imports, "tracked": True}
+            how["ignored"] = run.get("ignored", ())
+            self.ranks.append(Launched(command, run.get("directory", directory), **how))
+        if self.master:
+            os.close(output)
+        self.patience = run.get("patience", 300) * max(1, os.getloadavg()[0] / os.cpu_count())
+        self.deadline = time.monotonic() + self.patience
+        self.grace = run.get("grace", 5)
+        self.last_signal = signal.SIGTERM if run.get("terminate") else signal.SIGKILL
+
+    def have_ended(self):
+        with suppress(OSError):
+            while self.master and (text := os.read(self.master, 65536)):
+                self.file.write(text)
+        codes = [rank.poll() for rank in self.ranks]
+        if any(codes):
+            self.deadline = min(self.deadline, time.monotonic() + self.grace)
+        if None in codes and time.monotonic() > self.deadline:
+            if not any(codes):
+                os.write(self.file.fileno(), f"\nended after {self.patience:.0f} s\n".encode())
+            for rank in self.ranks:
+                rank.send_signal(self.last_signal)
+            self.last_signal = signal.SIGKILL
+            self.deadline = time.monotonic() + 5
+            self.grace = 5
+        return None not in codes
+
+    def answer(self):
+        self.file.seek(0)
+        with self.file:
+            return [rank.returncode for rank in self.ranks], self.file.read().decode()
+
+
 def train_forked(directory, *runs, together=2, **env):
     """Outputs of several trainings (processes, script, flags), and what they printed, without a
-    launcher; {...} at the end of one is for programs/forked.py."""
+    launcher; {...} at the end of one is for `forked`."""
     described = []
     for index, (processes, script, flags, *more) in enumerate(runs):
         one = {"processes": processes, "script": script, "directory": Path(directory, str(index))}
@@ -119,15 +172,21 @@ def outputs(directory):
 
 
 def forked(runs, directory, together=1, imports=(), **env):
-    """[exit codes by rank, output] of each of these runs, which need no launcher; see
-    programs/forked.py."""
+    """[exit codes by rank, output] of each of these runs, without a launcher, so many side by side.
+    A run has `processes`, a `script`, `flags`, a `directory` if it is not this one, and `env` of
+    its own. `terminal`: its output goes to one; `patience`: seconds until it is ended (300), more
+    where others use the cores, too; `grace`: seconds that the others have when a process has failed
+    (5); `terminate`: SIGTERM before SIGKILL, as from a launcher; `ignored`: signals."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    runs = [{**run, "port": free_port()} for run in runs]
-    request = {"runs": runs, "directory": directory, "together": together, "env": env}
-    request["imports"] = imports
-    answer = ask_fork_server(request).readline()
-    assert answer, "programs/forked.py has ended"
-    return json.loads(answer)
+    waiting, running, answers = list(enumerate(runs)), {}, {}
+    while waiting or running:
+        while waiting and len(running) < together:
+            number, run = waiting.pop(0)
+            running[number] = Ranks(run, directory, imports, env)
+        for number in [x for x, ranks in running.items() if ranks.have_ended()]:
+            answers[number] = running.pop(number).answer()
+        time.sleep(0.02)
+    return [answers[number] for number in sorted(answers)]
 
 
 def execute(command, environment, timeout, imports=()):
@@ -146,6 +205,8 @@ def execute(command, environment, timeout, imports=()):
 @functools.cache
 def fork_server():
     """Start programs/forked.py, once for all of pytest's workers: FORK_SERVER is its address."""
+    if "FORK_SERVER" in os.environ:
+        return None
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0forked-{os.getpid()}")
     listener.listen(100)
@@ -155,17 +216,6 @@ def fork_server():
     options = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "env": environment}
     os.environ["FORK_SERVER"] = listener.getsockname().decode()[1:]
     return subprocess.Popen(program, **options)
-
-
-def ask_fork_server(request, descriptors=()):
-    """Send a request, and the files that a command gets. Return the answer's stream of lines."""
-    if "FORK_SERVER" not in os.environ:
-        fork_server()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect("\0" + os.environ["FORK_SERVER"])
-    socket.send_fds(connection, [b"\0"], descriptors)
-    connection.sendall(json.dumps(request, default=str).encode() + b"\n")
-    return connection.makefile("r")
 
 
 def free_port():

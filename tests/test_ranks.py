@@ -11,18 +11,17 @@ from conftest import ROUNDING_FLOAT32, project
 from processes import ROOT, launch, outputs
 
 
-def one_differs(name, said, more="", fewer=0, **chosen):
+def one_differs(name, said, more="", fewer="0", **chosen):
     """The second rank has other flags or versions, or fewer samples."""
-    run = {"project": project("ranks", **chosen), "processes": 2}
-    run["env"] = {"MORE": more, "FEWER": str(fewer)}
-    run["flags"] = ["--batch-size", 32]
-    return pytest.param(name, said, marks=pytest.mark.copied("ddp_cifar", **run), id=name)
+    run = {"project": project("ranks", **chosen), "env": {"MORE": more, "FEWER": fewer}}
+    mark = pytest.mark.copied("ddp_cifar", processes=2, flags=["--batch-size", 32], **run)
+    return pytest.param(name, said, marks=mark, id=name)
 
 
 DIFFERENCES = [
     one_differs("lr", ("0.1", "0.05"), "--lr 0.05"),
     one_differs("versions", ("torch 0", "torch 1"), VERSIONS='f"torch {RANK}"'),
-    one_differs("samples", ("[256, 64]", "[196, 4]"), fewer=60),
+    one_differs("samples", ("[256, 64]", "[196, 4]"), fewer="60"),
 ]
 
 

@@ -64,16 +64,6 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(tm
 
 
 @pytest.mark.slow
-@pytest.mark.redundant
-@pytest.mark.parametrize("recipe", ["ddp_cifar", "amp_cifar", "sharded_cifar", BASELINE])
-def test_a_recipe_trains_in_an_interpreter_of_its_own(recipe, tmp_path):
-    """A fork would not show a missing import."""
-    command = [sys.executable, ROOT / f"recipes/{recipe}.py", *CNN, "--batch-size", 8]
-    process = run([*command, "--max-steps", 1, "--output-dir", tmp_path])
-    assert "Traceback" not in process.stderr and outputs(tmp_path).train[-1]["step"] == 1
-
-
-@pytest.mark.slow
 def test_interpreters_of_a_launcher_end_also_with_persistent_workers(tmp_path):
     """A fork would not show an error at the end of an interpreter. Workers block SIGTERM, by which
     multiprocessing would end them."""

@@ -131,7 +131,7 @@ def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_pa
     """Also with activation checkpointing. Each unit is a graph, in training and in an evaluation:
     more than torch keeps of one function by default. "aot_eager" runs the graphs that are otherwise
     translated into C++, which takes most of the time."""
-    text = project("sharded", build_model="model_of_five_units") + project("graphs")
+    text = project("sharded", build_model="model_of_five_units") + project("training")
     line = "dynamic=False)", 'dynamic=False, backend="aot_eager")'
     script = tmp_path / "mine.py"
     copy("sharded_cifar", script, FEW_IMAGES, line, project=text + IN_FLOAT64)
@@ -246,10 +246,9 @@ def test_tied_weights_and_buffers_are_those_of_ddp_and_are_evaluated_again(tmp_p
 
 @pytest.mark.slow
 def test_shards_of_any_state_are_saved_and_resumed(tmp_path):
-    """A nested state of the optimizer, tied and frozen weights, on 1, 2 and 3 processes, which
-    divide 10 rows unevenly. The resumed runs divide shards among files, the first one does not."""
-    replaced = {"build_model": "Tied", "make_optimizer": "nested_optimizer", "Tied.moves": False}
-    replaced["evaluate"] = "evaluate_and_shard_again"
+    """Tied and frozen weights, on 1, 2 and 3 processes, which divide 10 rows unevenly. The resumed
+    runs divide shards among files, the first one does not."""
+    replaced = {"build_model": "Tied", "Tied.moves": False, "evaluate": "evaluate_and_shard_again"}
     text = project("sharded", **replaced) + IN_FLOAT64
     script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
     flags = [*CNN, "--global-batch-size", 48, "--batch-size", 48, "--max-steps", 4]

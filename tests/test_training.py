@@ -253,7 +253,7 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # trying instruction sets takes longer than compiling
     }
     flags = [*CNN, "--max-steps", 3, "--batch-size", 16]
-    text = project("training", build_model="model_to_compile") + project("graphs")
+    text = project("training", build_model="model_to_compile")
     script = copy("ddp_cifar", tmp_path / "ddp.py", FEW_IMAGES, *lines, project=text + IN_FLOAT64)
     compiled = 1, script, [*flags, "--compile"], {"patience": 600, "env": cache}
     compiled, eager = train_forked(tmp_path, compiled, (1, script, flags), imports=COMPILER)

@@ -47,13 +47,15 @@ def fork_instead_of_exec(words, programs, close, passed, directory, environment,
 
 
 def close_files_but(kept=()):
-    """Close what a program that is executed would not have. It starts a tracker of its own."""
+    """Close what a program that is executed would not have. It starts a resource tracker of its
+    own, unless the file of this one's is kept."""
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in kept:
             with contextlib.suppress(OSError):  # the one by which they are listed
                 os.close(number)
     tracker = resource_tracker._resource_tracker
-    tracker._fd = tracker._pid = None
+    if tracker._fd not in kept:
+        tracker._fd = tracker._pid = None
 
 
 def become(words, environment):

@@ -1,18 +1,16 @@
-"""For copies in tests of interruptions: signals, stuck workers, gates."""
+"""For copies in tests of interruptions: signals, workers, gates."""
 
-import math
 import os
 import signal
 import time
-from itertools import count
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from ddp_cifar import WORLD_SIZE, compute_loss, log_line, main, train_step
+from ddp_cifar import WORLD_SIZE, compute_loss, log_line, train_step
 
-plain_loss, plain_main, plain_step = compute_loss, main, train_step
+plain_loss, plain_step = compute_loss, train_step
 GATE = os.environ.get("GATE", "0/0")
 CONTEXT = "fork"
 
@@ -22,11 +20,6 @@ def data_of_persistent_workers(args, accelerator):
     options = {"batch_size": args.batch_size, "num_workers": 1, "persistent_workers": True}
     options["multiprocessing_context"] = CONTEXT
     return DataLoader(data, shuffle=True, drop_last=True, **options), DataLoader(data, **options)
-
-
-def main_in_the_foreground():
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ignored where these tests run in the background
-    plain_main()
 
 
 def loss_that_never_ends(model, batch, args):
@@ -54,44 +47,12 @@ def slow_upload(tracker):
         time.sleep(4)
 
 
-def main_under_nohup():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    plain_main()
-
-
 def step_under_nohup(run, *arguments):
     if run.step in (2, 5):
         os.kill(os.getpid(), signal.SIGHUP if run.step == 2 else signal.SIGTERM)
     while run.step == 5 and not run.watcher.received:  # its thread may have to wait for a core
         time.sleep(0.01)
     return plain_step(run, *arguments)
-
-
-class Stuck(Dataset):
-    calls = count(1)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        worker = torch.utils.data.get_worker_info()
-        if worker and worker.id == 1 and next(self.calls) > 8:  # in its second batch
-            Path("worker").write_text(str(os.getpid()))
-            time.sleep(1000)
-        return torch.full((3, 8, 8), math.nan), 0
-
-
-def data_of_a_stuck_worker(args, accelerator):
-    options = {"num_workers": 2, "batch_size": args.batch_size}
-    loader = DataLoader(Stuck(), shuffle=True, drop_last=True, **options)
-    return loader, DataLoader(Stuck(), 64)
-
-
-def step_behind_the_stuck_worker(run, model, optimizer, scheduler, microbatches):
-    microbatches = list(microbatches)
-    while not os.path.exists("worker"):
-        time.sleep(0.01)
-    return plain_step(run, model, optimizer, scheduler, microbatches)
 
 
 def slow_step(run, *arguments):

@@ -55,6 +55,7 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.zeros(1), persistent=False)
         self.first = nn.Linear(3, 10)
         self.blocks = nn.Sequential(Masked(mask), Masked(mask))
+        self.blocks[0].bias.requires_grad_(False)
         self.second = nn.Linear(10, 10)
         self.third = nn.Linear(10, 10)
         self.third.weight = self.second.weight
@@ -72,32 +73,3 @@ class Tied(nn.Module):
         for block in self.blocks:
             x = block(x) * block.mask
         return self.third(torch.relu(self.second(torch.relu(x))))
-
-
-class Nested(torch.optim.Optimizer):
-    """Momentum whose state is nested, and has numbers and tensors that are not sharded."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                zeros = torch.zeros_like(parameter)
-                state["moments"] = {"first": zeros, "more": [zeros.clone(), 0.0, torch.zeros(2)]}
-            first, (slow, scale, plain) = state["moments"].values()
-            first.lerp_(parameter.grad, 0.5)
-            slow.lerp_(first, 0.2)
-            plain += 1
-            state["moments"]["more"][1] = scale + 0.25
-            parameter -= 0.1 * (first + slow) * (1 + scale + plain[0].item() / 8)
-
-
-def nested_optimizer(model, args, total_steps):
-    model.blocks[0].bias.requires_grad_(False)
-    optimizer = Nested(model.parameters())
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
