@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lib.fine_tuning import make_optimizer
-from lib.rows import read_text
+from lib.once import text_once
 from lib.token_losses import with_token_losses
 
 
@@ -43,12 +43,12 @@ def load_data(args, accelerator):
     """Return the DataLoaders for training and test, the last tenth of the text: (B, length + 1)
     int64, the tokens, and -100 behind the end of the text."""
     tokenizer = AutoTokenizer.from_pretrained(args.base)
-    tokens = torch.tensor(tokenizer(read_text(args.text, args.column))["input_ids"])
+    tokens = text_once(args, args.text, tokenizer)
     starts = range(0, len(tokens) - 1, args.length)
 
     def read(batch):
         sequences = [tokens[i : i + args.length + 1] for i in batch]
-        return nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-100)
+        return nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-100).long()
 
     train, test = starts[: len(starts) * 9 // 10], starts[len(starts) * 9 // 10 :]
     options = {"batch_size": args.batch_size, "collate_fn": read}

@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from ddp_cifar import exit_with_error
 from lib.fine_tuning import make_optimizer
+from lib.once import text_once
 from lib.pretrained import load_pretrained, save_beside_weights
-from lib.rows import read_text
 
 
 def add_flags(parser):
@@ -49,9 +49,7 @@ class Masked(Dataset):
     are drawn from torch's global generator, which the recipe seeds for each sample."""
 
     def __init__(self, path, tokenizer, args):
-        lines = read_text(path, args.column).splitlines()
-        encoded = tokenizer([line for line in lines if line.strip()])["input_ids"]
-        tokens = torch.tensor([token for line in encoded for token in line])
+        tokens = text_once(args, path, tokenizer, str.splitlines)
         if len(tokens) < args.length:
             exit_with_error(f"argument --length: {path} has {len(tokens)} tokens")
         self.sequences = tokens.unfold(0, args.length, args.length)
@@ -63,7 +61,7 @@ class Masked(Dataset):
         return len(self.sequences)
 
     def __getitem__(self, index):
-        tokens = self.sequences[index]
+        tokens = self.sequences[index].long()
         chosen = (torch.rand(tokens.shape) < self.share) & ~torch.isin(tokens, self.special)
         kind = torch.rand(tokens.shape)
         others = torch.randint(len(self.tokenizer), tokens.shape)

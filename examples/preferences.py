@@ -27,8 +27,10 @@ Group: language. Recipes: ddp, amp, sharded.
 """
 
 import json
+from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -66,24 +68,20 @@ def load_data(args, accelerator):
         pair = [samples_of(tokenizer, x, args, row.get("tools"), first) for x in both]
         if max(map(len, pair)) > 1:
             raise ValueError("several answers differ, and the chat template changes earlier ones")
-        return [*pair[0], *pair[1]] if all(pair) else []
+        if not all(pair):
+            return []
+        return [nn.utils.rnn.pad_sequence([x for [x] in pair], padding_value=-100)]
 
     def collate(batch):
-        *pairs, reference = zip(*batch, strict=True)
-        sequences = pad_chats([sequence for pair in zip(*pairs, strict=True) for sequence in pair])
-        return sequences.unflatten(0, (-1, 2)), torch.stack(reference)
+        pairs, reference = zip(*batch, strict=True)
+        return pad_chats(pairs).transpose(1, 2), torch.stack(reference)
 
     columns = args.prompt, args.chosen, args.rejected
     form = json.dumps(dict.fromkeys(columns, "..."))
     key = tokenizer_key(tokenizer), args.length, columns
-
-    def read(source):
-        rows = made_once(args, source, form, samples, key, TARGETS)
-        return [[row] if row else [] for row in rows]
-
+    read = partial(made_once, args, form=form, make=samples, key=key, counts=TARGETS)
     train, test = read_chats(args.pairs, args, read)
-    lengths = torch.tensor([max(map(len, x)) for x in train])
-    train_set = Ordered(Pairs(train), args.seed, by_length, lengths, args.global_batch_size)
+    train_set = Ordered(Pairs(train), args.seed, by_length, train.lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": collate}
     return DataLoader(train_set, drop_last=True, **options), DataLoader(Pairs(test), **options)
 

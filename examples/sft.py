@@ -65,10 +65,10 @@ def load_data(args, accelerator):
     key = tokenizer_key(tokenizer), args.length
     read = partial(made_once, args, form=form, make=samples, key=key, counts=TARGETS)
     train, test = read_chats(args.chats, args, read)
-    lengths = torch.tensor([len(x) for x in train])
-    train_set = Ordered(train, args.seed, by_length, lengths, args.global_batch_size)
+    train_set = Ordered(train, args.seed, by_length, train.lengths, args.global_batch_size)
     options = {"batch_size": args.batch_size, "collate_fn": pad_chats}
-    test_set = sorted(test, key=len)  # in an evaluation, the order does not matter
+    # In an evaluation, the order does not matter.
+    test_set = test.chosen(test.lengths.argsort(stable=True))
     return DataLoader(train_set, drop_last=True, **options), DataLoader(test_set, **options)
 
 

@@ -33,7 +33,7 @@ from transformers import (
     DataCollatorForTokenClassification,
 )
 
-from lib.entities import entity_scores, labelled_tokens, read_tagged
+from lib.entities import Labelled, entity_scores, read_tagged
 from lib.fine_tuning import make_optimizer
 from lib.pretrained import load_pretrained, save_beside_weights
 
@@ -67,9 +67,7 @@ def load_data(args, accelerator):
     config = model_config(args)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     save_beside_weights(accelerator, args, AUTO, config, tokenizer)
-    train_set, test_set = (
-        labelled_tokens(tokenizer, path, config, args) for path in (args.train, args.test)
-    )
+    train_set, test_set = (Labelled(tokenizer, x, config, args) for x in (args.train, args.test))
     options = {"batch_size": args.batch_size}
     options["collate_fn"] = DataCollatorForTokenClassification(tokenizer)  # pads
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)

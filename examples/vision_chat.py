@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from lib.chat import add_chat_flags
 from lib.fine_tuning import make_optimizer
-from lib.image_chat import ImageChats, chat_processor, pad_image_chats, read_image_chats
+from lib.image_chat import chat_processor, pad_image_chats, read_image_chats
 from lib.order import Ordered, by_length
 from lib.token_losses import with_token_losses
 
@@ -59,9 +59,8 @@ def load_data(args, accelerator):
     chats, and "targets", (B, longest) int64, with -100 for what is no answer."""
     processor = chat_processor(args, accelerator)
     train, test = read_image_chats(processor, args)
-    lengths = torch.tensor([sample[-1] for sample in train])
-    train_set = Ordered(ImageChats(train), args.seed, by_length, lengths, args.global_batch_size)
-    test_set = ImageChats(sorted(test, key=lambda sample: sample[-1]))
+    train_set = Ordered(train, args.seed, by_length, train.lengths, args.global_batch_size)
+    test_set = test.chosen(test.lengths.argsort(stable=True))
     options = {"batch_size": args.batch_size, "pin_memory": torch.cuda.is_available()}
     options |= {"num_workers": 2, "persistent_workers": True}  # per process
     options["collate_fn"] = partial(pad_image_chats, processor)

@@ -70,7 +70,9 @@ def of_shards(path):
 
 
 def of_vision_chat(path):
-    return to_image(lib.image_chat.ImageChats([("", [], [path], "a row", 1)])[0][2][0])
+    sample = lib.image_chat.packed(("", [], [path], "a row", 1))
+    places = torch.tensor([0]), torch.tensor([len(sample)])
+    return to_image(lib.image_chat.ImageChats(sample, *places)[0][2][0])
 
 
 READERS = [of_photos, of_rows, of_detection, of_clip, of_segmentation, of_shards, of_vision_chat]

@@ -1,11 +1,14 @@
 """Tokens that are made once per machine: the same as row by row, in any number of processes."""
 
+import argparse
+import importlib
 import json
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+import toy
 from conftest import Exit, exit_by_exception
 from lazy import lib
 
@@ -47,14 +50,65 @@ def read(tmp_path, monkeypatch):
 def test_rows_are_those_of_a_loop_by_any_number_of_workers_and_are_made_once(number, cores, read):
     expected = [make({"n": n}) for n in range(number)]
     for function in (make, make_nothing):
-        found = read(range(number), function, cores=cores)
-        assert [len(row) for row in found] == [len(row) for row in expected]
-        for ours, theirs in zip(found, expected, strict=True):
-            assert all(map(torch.equal, ours, theirs))
+        samples, per_row = read(range(number), function, cores=cores)
+        assert per_row.tolist() == [len(row) for row in expected]
+        assert samples.lengths.tolist() == [len(x) for row in expected for x in row]
+        for ours, theirs in zip(samples, [x for row in expected for x in row], strict=True):
+            assert torch.equal(ours, theirs)
         assert COUNTS == {"rows": number}
     with pytest.raises(Exit, match="it was made before"):
         read(range(number), make_nothing, key="another tokenizer", cores=cores)
-    assert len(read(range(number + 1), cores=cores)) == number + 1, "the rows have changed"
+    assert len(read(range(number + 1), cores=cores)[1]) == number + 1, "the rows have changed"
+
+
+# The toy data of a task, and its flags.
+TASKS = {
+    "fine_tune": ("text", "--base llama --text text.txt"),
+    "masked_lm": ("lines", "--base bert --train lines/train.txt --test lines/test.txt"),
+    "preferences": ("preferences", "--base llama --pairs preferences.jsonl"),
+    "sft": ("chats", "--base llama --chats chats.jsonl"),
+    "token_classification": (
+        "entities",
+        "--base bert --train entities/train.conll --test entities/test.conll",
+    ),
+    "vision_chat": ("image_chats", "--base qwen --chats image_chats/chats.jsonl"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_the_tokens_of_a_task_are_those_of_its_rows_and_a_restart_makes_none(
+    task, tmp_path, monkeypatch
+):
+    kind, flags = TASKS[task]
+    monkeypatch.setattr(toy, "LINES", toy.LINES[::10])
+    toy.make(kind, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(once, "ROWS_OF_A_WORKER", 20)
+    monkeypatch.setattr(once.os, "sched_getaffinity", lambda _: range(3))
+    module = importlib.import_module(task)
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    module.add_flags(parser)
+    args = parser.parse_args(flags.split())
+    args.output_dir, args.seed, args.global_batch_size = "run", 0, 4
+    accelerator = SimpleNamespace(is_main_process=False)
+    make_all, made = once.make_all, []
+
+    def compared(source, form, make, counts, rows):
+        found = make_all(source, form, make, counts, rows)
+        of_rows = [make(row) for row in rows(source)]
+        samples = [x for row in of_rows for x in row]
+        assert torch.equal(found["values"], torch.cat(samples))
+        assert found["offsets"].diff().tolist() == [*map(len, samples)]
+        assert found["per_row"].tolist() == [*map(len, of_rows)]
+        made.append(source)
+        return found
+
+    monkeypatch.setattr(once, "make_all", compared)
+    module.load_data(args, accelerator)
+    assert made == [x for x in flags.split() if "." in x]
+    monkeypatch.setattr(once, "make_all", None)
+    module.load_data(args, accelerator)
 
 
 @pytest.mark.parametrize("cores", [1, 3])

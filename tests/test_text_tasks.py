@@ -153,9 +153,9 @@ def test_labels_of_two_types_and_those_that_training_does_not_have_are_an_error(
     with pytest.raises(Exit, match="the label 3"):
         text_classification.labelled_texts(str(tmp_path / "a.jsonl"), config, args)
     (tmp_path / "a.conll").write_text("in O\nRome B-LOC\n")
-    with pytest.raises(Exit, match=r"no word of train.jsonl has the tag B-LOC"):
-        config.label2id = {"O": 0}
-        entities.labelled_tokens(None, str(tmp_path / "a.conll"), config, args)
+    [sentence] = entities.read_tagged(str(tmp_path / "a.conll"), args)
+    with pytest.raises(ValueError, match=r"no word of train.jsonl has the tag B-LOC"):
+        entities.labelled_tokens(None, {"O": 0}, args, sentence)
     (tmp_path / "b.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "label": "1"}\n')
     args.base, args.train = str(data / "bert"), str(tmp_path / "b.jsonl")
     with pytest.raises(Exit, match=r"b.jsonl has labels that are strings, and others that are int"):
@@ -310,7 +310,11 @@ def test_the_scores_of_rankings_are_those_by_hand():
     queries = {
         "equal": ([(label, 0.0) for label in (1, 0, 0)], (1 + second + 1 / 2) / 3, 1 / 3),
         "half": ([(0.5, 2.0), (1.0, 1.0)], (0.5 + second) / (1 + 0.5 * second), 1),
-        "eleven": ([(0.0, -rank) for rank in range(10)] + [(1.0, -10)], 0, 1 / 11),
+        "eleven": (
+            [(float(rank >= 10), -rank) for rank in range(1, 12)],
+            1 / math.log2(11) / (1 + second),
+            1 / 10,
+        ),
     }
     rows = [(query, *row) for query in queries for row in queries[query][0]]
     ndcg, mrr = (sum(x[i] for x in queries.values()) / 3 for i in (1, 2))

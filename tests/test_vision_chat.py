@@ -94,7 +94,10 @@ def processor(args):
 def items(processor, args, chats=CHATS):
     lines = [{"messages": messages} for messages in chats]
     rows = [lib.image_chat.samples_with_images(processor, x, args.chats, 1, args) for x in lines]
-    return [*lib.image_chat.ImageChats([sample for row in rows for sample in row])]
+    samples = [lib.image_chat.packed(sample) for row in rows for sample in row]
+    sizes = torch.tensor([*map(len, samples)])
+    ends = sizes.cumsum(0)
+    return [*lib.image_chat.ImageChats(torch.cat(samples), ends - sizes, ends)]
 
 
 def marked(template):

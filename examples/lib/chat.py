@@ -18,7 +18,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ddp_cifar import RANK, exit_with_error, log_line
 from lib.pretrained import save_card
-from lib.rows import divided
 from lib.turns import REMEDY, answers_in, calls_in, check_text, known, squeezed, texts_of, with_text
 
 DATE = datetime(2024, 7, 26)  # for templates that tell the model today's
@@ -103,28 +102,34 @@ def targets_of_an_answer(tokenizer):
     return [token for token in targets if tokenizer.decode(token).strip()]
 
 
-def read_chats(source, args, samples_of_rows):
+def read_chats(source, args, read):
     """Return the samples of a source for training, and those of --test, or of the last tenth of its
-    rows, for the test. `samples_of_rows` of a source returns a list for each row: rows without
-    samples are left out."""
+    rows, for the test. `read` returns what `made_once` does: rows without samples are left out."""
 
-    def read(source):
-        rows = samples_of_rows(source)
-        kept = [samples for samples in rows if samples]
-        if len(kept) < len(rows):
-            found = f"{source}: {len(kept)} of {len(rows)} rows have an answer within --length"
+    def samples_of_rows(source):
+        samples, per_row = read(source)
+        kept = per_row[per_row > 0]
+        if len(kept) < len(per_row):
+            found = f"{source}: {len(kept)} of {len(per_row)} rows have an answer within --length"
             note(f"{found}, the others are left out")
-        return kept
+        return samples, kept
 
-    train, test = divided(read, source, args.test)
+    train, per_row = samples_of_rows(source)
+    rows = len(per_row)
+    if args.test:
+        test, _ = samples_of_rows(args.test)
+    else:
+        rows = rows * 9 // 10
+        first = int(per_row[:rows].sum())
+        test, train = train.chosen(slice(first, None)), train.chosen(slice(first))
     for line in TARGETS.keys() - {"all", "within"}:
         say(line)
-    if len(train) < args.global_batch_size:
-        exit_with_error(f"{source}: {len(train)} rows for training do not fill one batch")
+    if rows < args.global_batch_size:
+        exit_with_error(f"{source}: {rows} rows for training do not fill one batch")
     if TARGETS["within"] < TARGETS["all"]:
         share = 1 - TARGETS["within"] / TARGETS["all"]
         note(f"{source}: --length cuts off {share:.2%} of the tokens of answers")
-    return [[sample for samples in part for sample in samples] for part in (train, test)]
+    return train, test
 
 
 def note(line):

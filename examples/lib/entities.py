@@ -2,11 +2,15 @@
 """Sentences whose words have tags, and the entities that the tags describe."""
 
 import re
-from functools import lru_cache
+from collections import Counter
+from functools import lru_cache, partial
 
+import torch
 from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+from torch.utils.data import Dataset
 
 from ddp_cifar import RANK, exit_with_error, log_line
+from lib.once import made_once, tokenizer_key
 from lib.rows import list_of_texts, read_rows
 
 ENDINGS = ".conll", ".txt", ".iob", ".iob2", ".bio"  # of CoNLL's columns, in lower or upper case
@@ -61,24 +65,41 @@ def read_conll(path):
     return [sentence for sentence in sentences if sentence[0]]
 
 
-def labelled_tokens(tokenizer, path, config, args):
-    """Return the tokens of each sentence in a file, {"input_ids": [...], ...}, and "labels": the
-    number of a word's tag at its first token, and -100 at all others."""
-    samples = []
-    for words, tags in read_tagged(path, args):
-        if unknown := {*tags} - config.label2id.keys():
-            exit_with_error(f"{path}: no word of {args.train} has the tag {min(unknown)}")
-        options = {"truncation": True, "max_length": args.length, "return_offsets_mapping": True}
-        text = " ".join(words)  # as a pipeline gets it
-        encoded = tokenizer(text, **options)
-        word_at = [index for index, word in enumerate(words) for _ in f"{word} "]
-        labels, last = [], None
-        for begin, end in encoded.pop("offset_mapping"):
-            word = word_at[end - 1] if text[begin:end].strip() else last
-            labels.append(config.label2id[tags[word]] if word != last else -100)
-            last = word
-        samples.append({**encoded, "labels": labels})
-    return samples
+class Labelled(Dataset):
+    """The tokens of each sentence of a source, {"input_ids": [...], ...}, and "labels": the number
+    of a word's tag at its first token, and -100 at all others."""
+
+    def __init__(self, tokenizer, source, config, args):
+        self.names = [*tokenizer.model_input_names, "labels"]
+        read = partial(read_tagged, args=args)
+        make = partial(labelled_tokens, tokenizer, config.label2id, args)
+        key = tokenizer_key(tokenizer), config.label2id, args.length, args.words, args.tags
+        self.samples, _ = made_once(args, source, "words and tags", make, key, Counter(), read)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return dict(zip(self.names, self.samples[index].T.tolist(), strict=True))
+
+
+def labelled_tokens(tokenizer, numbers, args, sentence):
+    """Return [what the tokenizer makes of a sentence, in its order, and the labels: (N, K) int32].
+    Raise ValueError for a tag that has none of the numbers."""
+    words, tags = sentence
+    if unknown := {*tags} - numbers.keys():
+        raise ValueError(f"no word of {args.train} has the tag {min(unknown)}")
+    options = {"truncation": True, "max_length": args.length, "return_offsets_mapping": True}
+    text = " ".join(words)  # as a pipeline gets it
+    encoded = tokenizer(text, **options)
+    word_at = [index for index, word in enumerate(words) for _ in f"{word} "]
+    labels, last = [], None
+    for begin, end in encoded["offset_mapping"]:
+        word = word_at[end - 1] if text[begin:end].strip() else last
+        labels.append(numbers[tags[word]] if word != last else -100)
+        last = word
+    columns = *(encoded[name] for name in tokenizer.model_input_names), labels
+    return [torch.tensor(columns, dtype=torch.int32).T]
 
 
 def entity_scores(sentences):

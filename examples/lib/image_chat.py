@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations with images, by the chat template of a pretrained model's processor."""
 
+import json
+import sys
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 from transformers import AutoProcessor
 
 from ddp_cifar import exit_with_error
-from lib.chat import Chat, chat_tokenizer, read_chats, tokens_in
+from lib.chat import TARGETS, Chat, chat_tokenizer, read_chats, tokens_in
 from lib.images import read_image, stored_size
-from lib.rows import Stored, read_lines
+from lib.once import Ragged, made_once, tokenizer_key
+from lib.rows import Stored, parsed_rows
 from lib.turns import answers_in, check_keys
 
 PLACE = "<image>"  # of an image in a text: "images" beside the messages has its name
 IMAGE = {"type": "image"}
+NUMBER = "number of the row"
 
 
 def chat_processor(args, accelerator):
@@ -92,18 +94,30 @@ class ImageChat(Chat):
 
 
 def read_image_chats(processor, args):
-    """Return the samples of --chats, a list for training and one for the test, of which each line
-    has the same as those of `samples_with_images`."""
+    """Return the samples of --chats, `ImageChats` for training, and for the test."""
+
+    def numbered(source):
+        return ({**row, NUMBER: number} for number, row in enumerate(parsed_rows(source), 1))
 
     def read(source):
-        def samples(row):
-            return samples_with_images(processor, row, source, next(number), args)
+        def make(row):
+            samples = samples_with_images(processor, row, source, row.pop(NUMBER), args)
+            return [*map(packed, samples)]
 
-        number = count(1)
         form = '{"messages": [{"role": ..., "content": ...}, ...], "images": ["1.jpg", ...]}'
-        return read_lines(source, form, samples)
+        key = tokenizer_key(processor.tokenizer), processor.to_json_string(), args.length
+        return made_once(args, source, form, make, key, TARGETS, numbered)
 
-    return read_chats(args.chats, args, read)
+    parts = read_chats(args.chats, args, read)
+    return [ImageChats(x.values, x.begins, x.ends) for x in parts]
+
+
+def packed(sample):
+    """Return what `samples_with_images` has for a sample as bytes, (N,) uint8: the number of its
+    tokens in the first four, then JSON."""
+    *values, tokens = sample
+    content = tokens.to_bytes(4, sys.byteorder) + json.dumps(values, default=str).encode()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 @cache
@@ -138,19 +152,20 @@ def samples_with_images(processor, row, source, number, args):
     return samples
 
 
-class ImageChats(Dataset):
-    """Texts, the spans of their answers, and their images."""
+class ImageChats(Ragged):
+    """Texts, the spans of their answers, and their images, of samples that are `packed`."""
 
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
+    @property
+    def lengths(self):
+        """The numbers of tokens, (N,) int32."""
+        places = self.begins[:, None] + torch.arange(4)
+        return self.values[places].view(torch.int32).flatten()
 
     def __getitem__(self, index):
-        text, spans, paths, named, _ = self.samples[index]
+        text, spans, images, named = json.loads(super().__getitem__(index)[4:].numpy().tobytes())
         try:
-            return text, spans, [read_image(path) for path in paths]
+            images = [Stored(*x) if isinstance(x, list) else x for x in images]
+            return text, spans, [read_image(image) for image in images]
         except OSError as error:
             raise OSError(f"{named}: {error}") from None
 

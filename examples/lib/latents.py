@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 from ddp_cifar import exit_with_error
 from lib.images import exit_if_missing, read_image
 from lib.once import kept
+from lib.progress import with_progress
 from lib.rows import source_key
 
 
@@ -96,8 +97,9 @@ def encode(rows, args, device):
     pipeline = load_pipeline(args.base, device)
     transform = to_pixels(args.size)
     encoded = []
-    for begin in range(0, len(rows), args.batch_size):
-        images, captions = zip(*rows[begin : begin + args.batch_size], strict=True)
+    batches = [rows[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+    for batch in with_progress(batches, len(rows), f"latents of {args.images}", len):
+        images, captions = zip(*batch, strict=True)
         pixels = torch.stack([transform(read_image(image)) for image in images]).to(device)
         encoded.append([x.cpu() for x in encode_batch(pipeline, pixels, captions)])
     return [torch.cat(x) for x in zip(*encoded, strict=True)]

@@ -2,9 +2,8 @@
 """What is made once of the data: a file in --output-dir, which all ranks map."""
 
 import hashlib
+import json
 import os
-import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from itertools import islice
@@ -14,12 +13,19 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from rich.console import Console
-from rich.progress import Progress
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ddp_cifar import RANK, VERSIONS, exit_with_error, fsync_path, log_line
-from lib.rows import dataset_of, is_dataset, made_rows, parsed_rows, source_key, unreadable
+from lib.progress import with_progress
+from lib.rows import (
+    dataset_of,
+    is_dataset,
+    made_rows,
+    parsed_rows,
+    read_text,
+    source_key,
+    unreadable,
+)
 
 CHUNK = 64  # rows that a worker hands over at once
 ROWS_OF_A_WORKER = 500  # fewer do not pay for a process
@@ -36,6 +42,7 @@ def kept(path, key, make):
         content = read_kept(path)
         if content.get("key") != key:
             path.parent.mkdir(parents=True, exist_ok=True)
+            log_line(f"making {path}")
             temporary = path.with_name(f"{path.stem}-{RANK}.tmp")
             temporary.unlink(missing_ok=True)  # a link leads elsewhere
             torch.save({"key": key, "made": make()}, temporary)
@@ -49,11 +56,36 @@ def read_kept(path):
     return torch.load(path, "cpu", weights_only=True, mmap=True) if path.exists() else {}
 
 
-def made_once(args, source, form, make, key, counts):
-    """Return what `make` returns for each row of a source, a list of tensors (N, ...), `kept` in
-    --output-dir. All cores of a machine make it: again if the source, `key`, the versions or this
-    file, and so a copy's code, have changed. What `make` counts in `counts`, a Counter, is in the
-    file, too. Exit with an error as `read_lines` does."""
+class Ragged(Dataset):
+    """Samples of different lengths, (N, ...) each, in one array, (T, ...), in which each has a
+    begin and an end, (S,) int64. There is no object for each sample."""
+
+    def __init__(self, values, begins, ends):
+        self.values = values
+        self.begins = begins
+        self.ends = ends
+
+    def __len__(self):
+        return len(self.ends)
+
+    def __getitem__(self, index):
+        return self.values[self.begins[index] : self.ends[index]]
+
+    @property
+    def lengths(self):
+        return self.ends - self.begins
+
+    def chosen(self, index):
+        """Return the samples of a slice, or those with these indices, (M,) int64, in this order."""
+        return type(self)(self.values, self.begins[index], self.ends[index])
+
+
+def made_once(args, source, form, make, key, counts, rows=parsed_rows):
+    """Return what `make` returns for each of the `rows` of a source, a list of samples, which are
+    tensors (N, ...), `kept` in --output-dir: all samples, `Ragged`, and how many each row has, (R,)
+    int64. All cores of a machine make it: again if the source, `key`, the versions or this file,
+    and so a copy's code, have changed. What `make` counts in `counts`, a Counter, is in the file,
+    too. Exit with an error as `read_lines` does."""
     before = counts.copy()
     counts.clear()  # or they would be in the file, too
     if RANK == 0:  # a rank that finds the file needs no data
@@ -63,28 +95,44 @@ def made_once(args, source, form, make, key, counts):
             exit_with_error(unreadable(source, error))
     name = hashlib.sha256(str(source).encode()).hexdigest()[:8]
     path = Path(args.output_dir, f"tokens-{name}.pt")
-    made = kept(path, key, lambda: make_all(source, form, make, counts))
+    made = kept(path, key, lambda: make_all(source, form, make, counts, rows))
     counts.update(before)
     counts.update(made["counts"])
-    tensors = iter(made["values"].split(made["lengths"].tolist()))
-    return [[*islice(tensors, number)] for number in made["per_row"].tolist()]
+    return Ragged(made["values"], made["offsets"][:-1], made["offsets"][1:]), made["per_row"]
 
 
 def tokenizer_key(tokenizer):
     """Return what decides on the tokens of a text, and of a chat."""
     own = tokenizer.chat_template, tokenizer.special_tokens_map, transformers.__version__
-    return tokenizer.backend_tokenizer.to_str(), *own
+    of_latest_call = {"truncation": None, "padding": None}
+    return json.loads(tokenizer.backend_tokenizer.to_str()) | of_latest_call, *own
+
+
+def text_once(args, source, tokenizer, parts=lambda text: [text]):
+    """Return the tokens of the `parts` of a text, without blank ones, each with what the tokenizer
+    adds, one behind the other, (T,) int32: `made_once` of a file, or of --column of a dataset."""
+
+    def texts(source):
+        return filter(str.strip, parts(read_text(source, args.column)))
+
+    def tokens(text):
+        return [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32)]
+
+    key = tokenizer_key(tokenizer), args.column
+    samples, _ = made_once(args, source, "a text", tokens, key, Counter(), texts)
+    return samples.values
 
 
 class Chunks(IterableDataset):
     """`make` of the rows of a source, packed by CHUNK rows, of which each worker has its own. After
     an error comes its text."""
 
-    def __init__(self, source, form, make, counts):
+    def __init__(self, source, form, make, counts, rows):
         self.source = source
         self.form = form
         self.make = make
         self.counts = counts
+        self.rows = rows
 
     def __iter__(self):
         info = get_worker_info()
@@ -93,7 +141,7 @@ class Chunks(IterableDataset):
         def is_own(number):
             return (number - 1) // CHUNK % workers == own
 
-        rows = made_rows(self.source, self.form, self.make, is_own)
+        rows = made_rows(self.source, self.form, self.make, is_own, self.rows)
         try:
             while chunk := [*islice(rows, CHUNK)]:
                 yield self.packed(chunk)
@@ -114,67 +162,51 @@ class Chunks(IterableDataset):
         }
 
 
-def make_all(source, form, make, counts):
-    """Return what `made_once` keeps: {"values": the tensors of all rows, one behind the
-    other, "lengths": (S,) int64, "per_row": how many tensors a row has, (R,) int64, "counts"}."""
-    total = number_of_rows(source)
+def make_all(source, form, make, counts, rows):
+    """Return what `made_once` keeps: {"values": the samples of all rows, one behind the other,
+    "offsets": where they begin, and the end, (S + 1,) int64, "per_row", "counts"}."""
+    total = number_of_rows(source, rows)
     workers = min(len(os.sched_getaffinity(0)), total // ROWS_OF_A_WORKER)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns of each fork
     options = {"num_workers": workers, "generator": torch.Generator()}  # not the global one
     options |= {"batch_size": None, "collate_fn": lambda part: part}  # or it would make tensors
     options |= {"multiprocessing_context": "fork"} if workers else {}
-    loader = DataLoader(Chunks(source, form, make, counts), **options)
+    loader = DataLoader(Chunks(source, form, make, counts, rows), **options)
     parts, all_counts = [], Counter()
-    for part in with_progress(loader, total, source):
+    work = with_progress(without_errors(loader), total, f"tokens of {source}", rows_in)
+    for part in work:
         all_counts.update(part.pop("counts"))
         parts.append({name: torch.from_numpy(x) for name, x in part.items() if x is not None})
     if not parts:
         exit_with_error(f"{source} has no rows")
     empty = [torch.zeros(0, dtype=torch.int32)]
-    columns = {
-        name: torch.cat([part[name] for part in parts if name in part] or empty)
+    values, lengths, per_row = (
+        torch.cat([part[name] for part in parts if name in part] or empty)
         for name in ("values", "lengths", "per_row")
-    }
-    return {**columns, "counts": dict(all_counts)}
+    )
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    made = {"values": values, "offsets": offsets, "per_row": per_row}
+    return {**made, "counts": dict(all_counts)}
 
 
-def number_of_rows(source):
-    """Return the number of rows of a source, up to the first that cannot be read."""
-    if is_dataset(source):
+def rows_in(part):
+    return len(part["per_row"])
+
+
+def without_errors(parts):
+    """Yield parts. Exit with an error where one is the text of one."""
+    for part in parts:
+        if isinstance(part, str):
+            exit_with_error(part)
+        yield part
+
+
+def number_of_rows(source, rows):
+    """Return the number of `rows` of a source, up to the first that cannot be read."""
+    if rows is parsed_rows and is_dataset(source):
         return len(dataset_of(source))
     total = 0
     with suppress(Exception):  # the row will be named when it is made
-        for _ in parsed_rows(source):
+        for _ in rows(source):
             total += 1
     return total
-
-
-def with_progress(parts, total, source):
-    """Yield parts, and show how many of `total` rows are done: in a bar on a terminal, elsewhere in
-    a line every 10 seconds. Exit with an error where a part is the text of one."""
-    plain = not sys.stderr.isatty()
-    # Without a thread, and not redirected: a fork would inherit locks that are held.
-    bar = Progress(
-        console=Console(stderr=True),
-        disable=plain,
-        transient=True,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    began = said = time.monotonic()
-    done = 0
-    with bar:
-        task = bar.add_task(f"tokens of {source}", total=total)
-        for part in parts:
-            if isinstance(part, str):
-                bar.stop()
-                exit_with_error(part)
-            yield part
-            done += len(part["per_row"])
-            bar.update(task, completed=done, refresh=True)
-            now = time.monotonic()
-            if plain and now - said > 10:
-                said = now
-                left = (now - began) * (total - done) / done
-                log_line(f"tokens of {source}: {done} of {total} rows, {left:.0f} s left")

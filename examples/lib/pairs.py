@@ -9,8 +9,8 @@ from lib.token_losses import token_losses
 
 
 class Pairs(Dataset):
-    """Pairs of (tokens and targets of the chosen one, those of the rejected one, and the log-
-    probabilities of both answers under the reference)."""
+    """Tokens and targets of a chosen and a rejected answer, (N, 2, 2), with -100 behind the shorter
+    one, and the log-probabilities of both under the reference, (2,)."""
 
     def __init__(self, pairs):
         self.pairs = pairs
@@ -20,7 +20,7 @@ class Pairs(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, index):
-        return *self.pairs[index], self.reference[index]
+        return self.pairs[index], self.reference[index]
 
 
 def conversation(prompt, answer):

@@ -32,6 +32,7 @@ from ddp_cifar import (
     replace_file,
 )
 from lib.order import ByLane
+from lib.progress import with_progress
 
 AHEAD = 128  # rows of a worker, whose row groups are read before it needs them
 REQUEST_SECONDS = 60  # after which it is tried again
@@ -129,6 +130,7 @@ def find_files(source, output_dir):
         sizes = {system.unstrip_protocol(path): info["size"] for path, info in found.items()}
         with ThreadPoolExecutor(32) as pool:
             read = pool.map(read_footer, sizes, sizes.values())
+            read = with_progress(read, len(sizes), f"footers of {source}")
             files = dict(zip(sizes, read, strict=True))
     except Exception as error:  # each file system has its own; or its package is missing
         exit_with_error(f"cannot read {source}: {error!r:.200}")

@@ -212,12 +212,13 @@ def unreadable(source, error):
     return f"{source}: {error.strerror or error}"
 
 
-def made_rows(source, form, make, is_wanted=lambda number: True):
-    """Yield `make` of the rows of a source whose numbers, from 1 on, are wanted. Raise ValueError,
-    with a line that names the row, if one has not this form, or if the source cannot be read."""
+def made_rows(source, form, make, is_wanted=lambda number: True, rows=parsed_rows):
+    """Yield `make` of the `rows` of a source whose numbers, from 1 on, are wanted. Raise
+    ValueError, with a line that names the row, if one has not this form, or if the source cannot be
+    read."""
     number = 1
     try:
-        for row in parsed_rows(source):
+        for row in rows(source):
             if is_wanted(number):
                 yield make(row)
             number += 1

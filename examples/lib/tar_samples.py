@@ -13,13 +13,15 @@ from itertools import groupby
 import torch
 from torch.utils.data import Dataset
 
+from lib.progress import with_progress
+
 
 def tar_index(paths, members):
     """Return (N, 3) int64: shard, offset and size of each sample. The files of a sample are
     neighbours, with the same name up to its first dot, as webdataset writes them. Raise OSError,
     with shard and sample, unless each sample has one file of each type of `members`."""
     shards = []
-    for shard, path in enumerate(paths):
+    for shard, path in with_progress(enumerate(paths), len(paths), "index of shards"):
         try:
             with tarfile.open(path, "r:") as tar:
                 shards.append([(shard, *place) for place in places_of_samples(tar, members)])
