@@ -1,5 +1,6 @@
 """Each example trains: composed by `make new`, with additions, it passes `make check` on the data
-that the commands in its docstring make. What they compute: test_examples.py."""
+that the commands in its docstring make, and reads these rows from any source. What they compute:
+test_examples.py."""
 
 import json
 import re
@@ -49,9 +50,7 @@ DRAWN = {"grpo", "masked_lm", "reranker", "text_to_image"}
 WINDOWS = {"fine_tune", "language_model", "mixture", "tokens"}  # of tokens, and their targets
 FOLDERS = {"photos", "balanced", "tar_shards", "vit"}  # for training and test
 BY_LENGTH = {"by_length", "sft", "preferences", "speech", "fine_tune_speech"}
-OF_ROWS = ["photos", "balanced", "vit", "clip", "text_to_image", "vision_chat", "fine_tune", "sft"]
-OF_ROWS += ["masked_lm", "preferences", "grpo", "text_classification", "token_classification"]
-OF_ROWS += ["seq2seq", "reranker", "embeddings", "speech", "fine_tune_speech"]
+OF_TEXT = {"by_length", "language_model", "mixture"}  # of a file as a whole
 OF_IMAGES = "toy/photos", "toy/rare", "toy/captions"  # which are folders
 NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
@@ -124,7 +123,14 @@ def commands(task):
     return re.findall(r"^    python tools/toy.py (\w+)$", data, re.MULTILINE), shlex.split(flags)
 
 
+def flags_of_rows(task):
+    """The files of rows, and the folders of images, that its first command names."""
+    flags = commands(task)[1]
+    return [x for x in flags if x.endswith((".jsonl", ".tsv", ".conll", ".txt")) or x in OF_IMAGES]
+
+
 WITH_DATA = [task for task in TASKS if commands(task)[0]]
+OF_ROWS = [task for task in WITH_DATA if flags_of_rows(task) and task not in OF_TEXT]
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +280,7 @@ def with_datasets(flag):
 def test_all_sources_give_a_task_the_same_samples(task, copy_of):
     _, loaders = copy_of(task)
     _, *expected = loaders()
-    flags = [x for x in commands(task)[1] if ("." in x and "toy/" in x) or x in OF_IMAGES]
+    flags = flags_of_rows(task)
     folder = flags[0] if task in FOLDERS else None
     flags = [f"{folder}/train", f"{folder}/test"] if folder else flags
     for sources in zip(*map(with_datasets, flags), strict=True):
@@ -286,10 +292,10 @@ def test_all_sources_give_a_task_the_same_samples(task, copy_of):
             assert [*contents(one.dataset)] == [*contents(other.dataset)], sources
 
 
-@pytest.mark.parametrize("task", [x for x in OF_ROWS if ".jsonl" in str(commands(x))])
+@pytest.mark.parametrize("task", [x for x in OF_ROWS if flags_of_rows(x)[0].endswith(".jsonl")])
 def test_a_row_without_a_value_or_with_one_of_another_type_is_one_line(task, copy_of):
     _, loaders = copy_of(task)
-    flag = next(x for x in commands(task)[1] if x.endswith(".jsonl"))
+    flag = flags_of_rows(task)[0]
     *rows, last = [json.loads(x) for x in Path(flag).read_text().splitlines()]
     values = [(name, value) for name in last for value in (None, {"a": 1})]
     for number, (name, value) in enumerate(values):

@@ -149,6 +149,12 @@ def test_texts_of_others_take_linear_time(tokenizer):
     assert text.startswith("26 Jul 20242024-07-26<|user|>")
 
 
+def test_a_token_of_two_messages_is_an_error(tokenizer):
+    tokenizer.chat_template = "{% for x in messages %}{{ x.content }}{% endfor %}"
+    found = trained(tokenizer, chat("ob", "ject"))
+    assert found.startswith("error: message 2 shares a token with another one")
+
+
 WHOLE = writing("{{ x.content }}")
 ENDS = {  # a template, the tokens of generation_config.json, those saved, what is said
     "one of several": (WHOLE, [1, 2], [1, 2], None),

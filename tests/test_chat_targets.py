@@ -1,7 +1,7 @@
 """Of any chat that any chat template writes, the right tokens are trained, or it is an error.
 
-Templates and chats are drawn with random traits. The oracle writes a chat piece by piece, as a
-template of these traits does, so it knows to whom each character belongs."""
+Templates and chats are drawn with random traits. By these the oracle marks what is to be trained in
+the template, and transformers tells where that is in a chat."""
 
 import json
 import random
@@ -79,8 +79,8 @@ def draw_chat(rng):
     return messages, rng.choice([None, TOOLS])
 
 
-def template_of(form):
-    """Return the chat template of a form."""
+def template_of(form, is_oracle=False):
+    """Return the chat template of a form. The oracle's marks what is trained."""
 
     def when(condition, text):
         return f"{{% if {condition} %}}{text}{{% endif %}}"
@@ -88,30 +88,42 @@ def template_of(form):
     def written(text):
         return f"{{{{ {json.dumps(text)} }}}}"
 
+    def marked(text):
+        return f"{{% generation %}}{text}{{% endgeneration %}}"
+
+    def own(text, is_own=True):
+        return marked(text) if is_oracle and is_own else text
+
+    marks = form["marked"] if not is_oracle else "nothing"
+    prompts = form["prompt"] != "nothing"
+    opened = prompts and form["opens"] != "nothing"
     header, other, end_of_other = map(written, form["headers"])
     role = "x.role" if "|" in other else "x.role | upper"
     other = other.replace("{}", f'" ~ ({role}) ~ "')
     strip = " | trim" if form["strip"] else ""
     opening, closing = map(written, form["thought"])
-    without = {"nothing": "", "end": written(form["thought"][1].strip())}
-    without |= {"empty": opening + closing, "empty if last": when("loop.last", opening + closing)}
+    empty = own(opening, not opened) + own(closing, not opened or form["opens"] == "thought")
+    without = {"nothing": "", "end": own(written(form["thought"][1].strip()))}
+    without |= {"empty": empty, "empty if last": when("loop.last", empty)}
     keep = {"all": "", "last": " and loop.last", "none": " and false"}[form["reasoning"]]
-    answer = f"{{% if x.reasoning_content{keep} %}}{opening}{{{{ x.reasoning_content }}}}{closing}"
+    thought = own(opening, not opened) + own(f"{{{{ x.reasoning_content }}}}{closing}")
+    answer = f"{{% if x.reasoning_content{keep} %}}{thought}"
     answer += f"{{% else %}}{without[form['without']]}{{% endif %}}"
     content = f"{{{{ x.content{strip} }}}}"
-    answer += content if form["text beside call"] else when("not x.tool_calls", content)
+    answer += own(content if form["text beside call"] else when("not x.tool_calls", content))
     call = written("<tool_call>") + "{{ y.function | tojson }}"
-    answer += f"{{% for y in x.tool_calls or [] %}}{call}{{% endfor %}}"
+    answer += own(f"{{% for y in x.tool_calls or [] %}}{call}{{% endfor %}}")
     end = written(form["end"]) + when("loop.last", written(form["end of whole"]))
-    marks = "{% generation %}", "{% endgeneration %}"
+    end = own(end, form["marked"] != "answer without its end")
     answer = {
         "nothing": answer + end,
-        "answer": marks[0] + answer + end + marks[1],
-        "answer without its end": marks[0] + answer + marks[1] + end,
-    }[form["marked"]]
+        "answer": marked(answer + end),
+        "answer without its end": marked(answer) + end,
+    }[marks]
     other += content + end_of_other
     other = other if form["system"] else when("x.role != 'system'", other)
-    turn = f"{{% if x.role == 'assistant' %}}{header}{answer}{{% else %}}{other}{{% endif %}}"
+    answer = own(header, not prompts and form["marked"] == "nothing") + answer
+    turn = f"{{% if x.role == 'assistant' %}}{answer}{{% else %}}{other}{{% endif %}}"
     prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[form["opens"]]
     prompt = {
         "header": when("add_generation_prompt", header + prompt),
@@ -126,53 +138,8 @@ def template_of(form):
     return f"{tools}{{% for x in messages %}}{turn}{{% endfor %}}{prompt}"
 
 
-def pieces_of(form, messages, tools):
-    """Return what that template writes, [(text, index of its message, whether its tokens are
-    targets)]."""
-    header, other, end_of_other = form["headers"]
-    opening, closing = form["thought"]
-    prompts = form["prompt"] != "nothing"
-    marks = form["marked"] != "nothing"
-    opened = prompts and form["opens"] != "nothing"
-    ends = form["marked"] != "answer without its end"
-    pieces = [("weather" if tools else "", -1, False)]
-    for index, message in enumerate(messages):
-        last = index == len(messages) - 1
-        content, role = message["content"] or "", message["role"]
-        content = content.strip() if form["strip"] else content
-        if role == "system" and not form["system"]:
-            continue
-        if role != "assistant":
-            before = other.format(role if "|" in other else role.upper())
-            pieces.append((before + content + end_of_other, index, False))
-            continue
-        pieces.append((header, index, not prompts and not marks))
-        kept = form["reasoning"] == "all" or (form["reasoning"] == "last" and last)
-        thought, calls = message.get("reasoning_content"), message.get("tool_calls", [])
-        if thought and kept:
-            pieces += [(opening, index, not opened), (thought + closing, index, True)]
-        elif form["without"] == "empty" or (form["without"] == "empty if last" and last):
-            pieces.append((opening, index, not opened))
-            pieces.append((closing, index, not opened or form["opens"] == "thought"))
-        elif form["without"] == "end":
-            pieces.append((closing.strip(), index, True))
-        if form["text beside call"] or not calls:
-            pieces.append((content, index, True))
-        for call in calls:
-            function = json.dumps(call["function"], ensure_ascii=False)
-            pieces.append((f"<tool_call>{function}", index, True))
-        pieces.append((form["end"] + form["end of whole"] * last, index, ends))
-    if form["prompt"] == "header always":
-        pieces.append((header, len(messages), False))
-    return pieces
-
-
 class Fault(Exception):
     """Of a template, with a chat."""
-
-
-def joined(pieces):
-    return "".join(text for text, _, _ in pieces)
 
 
 def expected_samples(form, tokenizer, messages, tools, first):
@@ -188,37 +155,41 @@ def expected_samples(form, tokenizer, messages, tools, first):
         raise Fault("drops the system's message")
     if form["reasoning"] == "none" and any("reasoning_content" in messages[i] for i in answers):
         raise Fault("drops the reasoning")
-    whole = pieces_of(form, messages, tools)
-    parts = [pieces_of(form, messages[: i + 1], tools) for i in answers]
-    for i, part in zip(answers, parts, strict=True):
-        earlier = joined(pieces_of(form, messages[:i], tools))
-        if not joined(part).startswith(earlier):
+    messages = [{**message, "content": message["content"] or ""} for message in messages]
+    options = {"chat_template": template_of(form, is_oracle=True), "tools": tools}
+    options["return_assistant_tokens_mask"] = True
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    # Of the first messages: the text, and the (begin, end) of what is trained.
+    texts = [
+        [x[0] for x in render([messages[:count]], **options)] for count in range(len(messages) + 1)
+    ]
+    behind = form["headers"][0] if form["prompt"] == "header always" else ""
+    parts = []
+    for i in answers:
+        (earlier, _), (part, spans) = texts[i : i + 2]
+        if not part.startswith(earlier):
             raise Fault("changes the answer before, if another one is behind it")
-    if form["prompt"] == "header always":
-        parts = [part[:-1] for part in parts]
-    if all(joined(whole).startswith(joined(part)) for part in parts):
-        groups = [(whole, answers)] if answers else []
-    else:
-        groups = [(part, [i]) for part, i in zip(parts, answers, strict=True)]
-    samples = [targets_of(pieces, own, tokenizer) for pieces, own in groups]
+        place = len(earlier) - len(behind), len(part) - len(behind)
+        parts.append((part.removesuffix(behind), spans, [place]))
+    whole, spans = texts[-1]
+    if parts and all(whole.startswith(part) for part, *_ in parts):
+        parts = [(whole, spans, [place for *_, [place] in parts])]
+    samples = [targets_of(tokenizer, *part) for part in parts]
     return [x for x in samples if {*x[1]} != {-100}]
 
 
-def targets_of(pieces, answers, tokenizer):
-    """Return the tokens of pieces, and those that are targets, or else -100. A token in two
-    messages is a Fault if it has more than blanks of both."""
-    owners = [index for text, index, _ in pieces for _ in text]
-    trained = [own and index in answers for text, index, own in pieces for _ in text]
-    text = joined(pieces)
+def targets_of(tokenizer, text, spans, answers):
+    """Return the tokens of a text, and those that are targets, or else -100: what the spans of
+    these (begin, end) have. A token in two messages is a Fault if it has more than blanks of
+    both."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     targets = []
     for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
         target = False
-        for answer in {owners[i] for i in range(begin, end) if trained[i]}:
-            before, own, behind = (
-                "".join(text[i] for i in range(begin, end) if is_part(owners[i], answer))
-                for is_part in (int.__lt__, int.__eq__, int.__gt__)
-            )
+        for first, last in answers:
+            if all(max(begin, first, x) >= min(end, last, y) for x, y in spans):
+                continue
+            before, own, behind = text[begin:first], text[max(begin, first) : last], text[last:end]
             if before.strip() or (behind and own.strip()):
                 raise Fault("a token of two messages")
             target |= not behind

@@ -9,12 +9,13 @@ from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import toy
 from composed import make, rates_of
 from conftest import CNN, NARROW, ROUNDING_FLOAT32, Exit, load
-from lazy import fine_tune, segmentation, sklearn, transformers
+from lazy import fine_tune, lib, lora, segmentation, sklearn, transformers
 from PIL import Image
 from processes import train_forked
 from safetensors.torch import load_file, save_file
@@ -440,3 +441,71 @@ def test_validation_samples_are_of_the_training_set_and_read_as_the_test_set_is(
         mine.read_as_test(folders[0], [])
     with pytest.raises(Exit, match="the training set has an order of its own"):
         mine.with_validation(run, loaders[::-1])
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+SIZES |= {"intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
+OF_OPT = {"ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 30}
+HEADS = {
+    "compiled, tied": ("Llama", {"tie_word_embeddings": True}),
+    "an adapted head": ("Llama", {"tie_word_embeddings": False}),
+    "capped logits": ("Gemma2", {"final_logit_softcapping": 0.5}),
+    "a decoder in the model": ("OPT", OF_OPT),
+}
+
+
+def model_with_head(case):
+    kind, options = HEADS[case]
+    model = getattr(transformers, f"{kind}ForCausalLM")
+    model = model(getattr(transformers, f"{kind}Config")(**SIZES, **options)).train()
+    for module in model.modules():
+        module.p = module.dropout = 0.0  # OPT's
+    if case == "an adapted head":
+        model = lora.with_lora(model)
+        for name, parameter in model.named_parameters():
+            parameter.data += 0.1 * ("lora_B" in name)
+    return model
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_chunks_of_logits_have_the_losses_and_gradients_of_all(case, monkeypatch):
+    """Logits of the counted targets alone, of three at a time; the last ones once."""
+    monkeypatch.setattr(lib.token_losses, "LOGITS", 3 * 50 + 7)
+    model = model_with_head(case)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    inputs, targets = torch.randint(50, (2, 3, 9)).unbind(1)[:2]
+    targets[0, ::2] = targets[1, 1:7] = -100
+    logits = model(inputs, use_cache=False).logits.double()
+    exact = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 9)
+    weights = torch.rand(2, 9)
+    expected = torch.autograd.grad((exact * weights).sum(), trained)
+
+    model = lib.token_losses.with_token_losses(model)
+    if "compiled" in case:
+        model.compile(backend="eager")
+    rows = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda _, given, out: rows.append(out.numel() // 50))
+    losses = model(inputs, targets=targets, use_cache=False)
+    assert losses.dtype == torch.float32 and rows == [3, 3, 1]
+    torch.testing.assert_close(losses.double(), exact, rtol=ROUNDING_FLOAT32, atol=1e-6)
+    found = torch.autograd.grad((losses * weights).sum(), trained)
+    assert rows == [3, 3, 1, 3, 3]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=ROUNDING_FLOAT32)
+    assert model(inputs, use_cache=False).logits.shape == (2, 9, 50), "without targets"
+    assert model.bfloat16()(inputs, targets=targets, use_cache=False).dtype == torch.float32
+
+
+def test_chunks_train_as_one_in_sharded(tmp_path):
+    content = numpy.random.default_rng(0).integers(50, size=2000).astype("<u2")
+    content.tofile(tmp_path / "a.bin")
+    flags = ["--cpu", "--train", tmp_path / "a.bin", "--vocabulary", 50, "--length", 16]
+    flags += ["--global-batch-size", 8, "--max-steps", 3, "--epochs", 1]
+    whole = make(tmp_path / "whole.py", "ddp", "tokens")
+    chunked = [("LOGITS = 2**27", "LOGITS = 50 * 7")]
+    chunked = make(tmp_path / "chunked.py", "sharded", "tokens", replaced=chunked)
+    exact, run = train_forked(tmp_path, (1, whole, flags), (2, chunked, flags))
+    for name in ("loss", "grad_norm"):
+        expected = [line[name] for line in exact.train]
+        assert [line[name] for line in run.train] == pytest.approx(expected, rel=1e-4)

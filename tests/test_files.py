@@ -373,6 +373,38 @@ def test_files_of_other_programs_are_read_as_they_are_meant(tmp_path, capsys):
         assert utterances.read_wav(file).tolist() == (samples.mean(1) / 2**15).tolist()
 
 
+def files_of(kind, content):
+    """{ending: bytes} of an array of tokens."""
+    short, long = content.astype("<u2").tobytes(), content.astype("<u4").tobytes()
+    return {
+        "no header": {".bin": short},
+        "no header, long": {".bin": long},
+        "llm.c": {".bin": header(20240520, len(content)) + short},
+        "llm.c, long": {".bin": header(20240801, len(content)) + long},
+        "Megatron": {".bin": short, ".idx": index(8, [3, len(content) - 3])},
+        "Megatron, long": {".bin": long, ".idx": index(4, [len(content)])},
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["no header", "llm.c", "Megatron"])
+@pytest.mark.parametrize("long", [False, True])
+def test_windows_of_files_of_tokens_lie_one_after_the_other(kind, long, tmp_path):
+    top = 100000 if long else 60000
+    generator = numpy.random.default_rng(0)
+    parts = [generator.integers(top, size=size) for size in (30, 9, 416)]
+    for number, part in enumerate(parts):
+        for ending, content in files_of(kind + ", long" * long, part).items():
+            (tmp_path / f"{number}{ending}").write_bytes(content)
+    paths = sorted(map(str, tmp_path.glob("*.bin")))
+    args = SimpleNamespace(train=paths, test=None, length=8, batch_size=4, vocabulary=top)
+    train, test = (loader.dataset for loader in tokens.load_data(args, None))
+    expected = [part[i : i + 9].tolist() for part in parts for i in range(0, len(part) - 8, 8)]
+    assert [x.tolist() for x in [*train, *test]] == expected and len(test) == 1
+    args.test = args.train[1:2]
+    train, test = (loader.dataset for loader in tokens.load_data(args, None))
+    assert len(train) == len(expected) and [x.tolist() for x in test] == [parts[1].tolist()]
+
+
 # --------------------------------------------------------------------- names in place of files
 NAMES = ["O", "B-LOC"]
 ROWS = [

@@ -310,7 +310,11 @@ def test_the_scores_of_rankings_are_those_by_hand():
     queries = {
         "equal": ([(label, 0.0) for label in (1, 0, 0)], (1 + second + 1 / 2) / 3, 1 / 3),
         "half": ([(0.5, 2.0), (1.0, 1.0)], (0.5 + second) / (1 + 0.5 * second), 1),
-        "eleven": ([(0.0, -rank) for rank in range(10)] + [(1.0, -10)], 0, 1 / 11),
+        "eleven": (
+            [(float(rank >= 10), -rank) for rank in range(1, 12)],
+            1 / math.log2(11) / (1 + second),
+            1 / 10,
+        ),
     }
     rows = [(query, *row) for query in queries for row in queries[query][0]]
     ndcg, mrr = (sum(x[i] for x in queries.values()) / 3 for i in (1, 2))
