@@ -27,7 +27,6 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
@@ -151,32 +150,23 @@ def tests_of(key):
 
 
 def failed(clone, test, limit):
-    """Return the first test of a file that fails, "hung", or None; in a fork of this process, which
-    has imported what the tests import, in a group of its own."""
+    """Return the first test of a file that fails, "hung", or None."""
     file, _, name = test.partition("::")
     words = [f"tests/test_{file}.py", *(["-k", name] if name else []), "--basetemp", f"{clone}/tmp"]
     words += ["-qx", "-m", "not redundant and not cluster", "-p", "no:cacheprovider"]
     words += ["--deselect", "tests/test_sync.py::test_the_block_that_is_compared_is_the_whole"]
     with tempfile.TemporaryFile("w+") as output:
-        if (pid := os.fork()) == 0:
-            os.setsid()
-            os.chdir(clone)
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            for module in ("conftest", "processes"):
-                del sys.modules[module]
-            os._exit(pytest.main(words))
-        end = time.monotonic() + limit
-        while (result := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
-            time.sleep(0.1)
-        if result[0] == 0:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        options = {"cwd": clone, "stdout": output, "stderr": output, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, "-m", "pytest", *words], **options)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "hung"
         output.seek(0)
         found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output.read(), re.MULTILINE)
-    if result[0] == 0:
-        return "hung"
-    return None if result[1] == 0 else (found or [test])[0]
+    return None if status == 0 else (found or [test])[0]
 
 
 def examine(clone, key, path, mutated, limit):
@@ -194,7 +184,6 @@ def run(chosen, found, known, limit):
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
         (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
-        sys.dont_write_bytecode = True
         sys.path[0] = str(clone / "tests")
         server = importlib.import_module("conftest").fork_server()
         for key in chosen:
@@ -214,16 +203,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", action="append", help="a file, class or function; repeatable")
     parser.add_argument("--sample", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one test file")
-    parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     args = parser.parse_args()
     found = listed(args.only)
-    chosen = random.Random(args.seed).sample(sorted(found), min(args.sample, len(found)))
+    chosen = random.Random(1).sample(sorted(found), min(args.sample, len(found)))
     print(f"{len(chosen)} of {len(found)} mutants", flush=True)
-    if args.list:
-        print("\n".join(chosen))
-        return
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()
     lines = map(json.loads, RESULTS.read_text().splitlines())

@@ -95,24 +95,17 @@ class Cluster:
             + " Gres=gpu:2" * (node == "g1")
             for node, port in zip(NODES, ports, strict=True)
         ]
-        configuration = CONFIGURATION.format(
-            directory=self.directory,
-            host=host,
-            controller_port=controller_port,
-            nodes="\n".join(nodes),
-            first_job=random.randrange(1, 19_000),
-        )
-        (self.directory / "slurm.conf").write_text(configuration)
+        values = {"directory": self.directory, "host": host, "controller_port": controller_port}
+        values |= {"nodes": "\n".join(nodes), "first_job": random.randrange(1, 19_000)}
+        (self.directory / "slurm.conf").write_text(CONFIGURATION.format(**values))
         for gpu in (0, 1):
             os.mknod(self.directory / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         gpus = f"NodeName=g1 Name=gpu AutoDetect=off File={self.directory}/gpu[0-1]\n"
         (self.directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
-        self.environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(outer)
-        }
-        self.environment["SLURM_CONF"] = str(self.directory / "slurm.conf")
+        kept = {name: x for name, x in os.environ.items() if not name.startswith(outer)}
+        self.environment = {**kept, "SLURM_CONF": str(self.directory / "slurm.conf")}
 
     def start(self):
         directory = self.directory
@@ -125,10 +118,8 @@ class Cluster:
         for node in NODES:
             self.spawn(node, "slurmd", "-D", "-N", node)
         idle = {f"{node} idle" for node in NODES}
-        self.wait(
-            lambda: set(self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()) == idle,
-            "idle nodes",
-        )
+        states = ("sinfo", "-h", "-N", "-o", "%N %T")
+        self.wait(lambda: {*self.run(*states).splitlines()} == idle, "idle nodes")
 
     def spawn(self, name, *command):
         log = open(self.directory / f"{name}.out", "a")

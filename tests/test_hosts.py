@@ -39,20 +39,18 @@ def two_networks(interface):
 
 
 def find_problem():
-    """Return why there are no such networks here, or None."""
+    """Return why there are no such networks here, or ""."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         return "needs root and the command ip (Debian: iproute2)"
     try:
         with two_networks("eth0"):
-            return None
+            return ""
     except subprocess.CalledProcessError as error:  # such as in a container
         return f"no network namespaces here: {error.stderr.strip()}"
 
 
 PROBLEM = find_problem()
-
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)]
 
 FLAGS = [*CNN, "--batch-size", 16, "--lr", 0.02, "--log-every", 1]
 # Of 512 steps: the packets are lost before the first save, in which a hang is not detected.
@@ -71,9 +69,8 @@ def hosts(tmp_path_factory):
             address = f"-n {name} addr add 10.77.0.{host + 1}/24 dev eth7"
             subprocess.run(["ip", *address.split()], check=True)
             known = directory / f"{name}.hosts"
-            known.write_text(
-                f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 host0\n10.77.0.2 host1\n"
-            )
+            addresses = ("127.0.0.1 localhost", f"127.0.1.1 {name}")
+            known.write_text("\n".join([*addresses, "10.77.0.1 host0", "10.77.0.2 host1\n"]))
             boot = ["unshare", "--uts", "--mount", "sh", "-c", BOOT, name, known]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             command = ["ip", "netns", "exec", name, *boot, "sh", "-c", "echo; read line"]

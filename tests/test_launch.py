@@ -20,21 +20,16 @@ TWO_GPUS["get_device_properties"] = SimpleNamespace(uuid="GPU-0")
 def start(monkeypatch):
     """Make a recipe's `Run` with fakes of torch's GPUs and of the Accelerator."""
 
-    def call(recipe="ddp_cifar", precision="fp32", environment=(), sees=1, **fakes):
+    def call(environment=(), sees=1, cpu=False, threads=None, **fakes):
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
-        module = load(f"recipes/{recipe}.py", exits=True)
+        module = load("recipes/ddp_cifar.py", exits=True)
         monkeypatch.setattr(torch.cuda, "set_device", call.devices.append)
-        flags = {"cpu": False, "threads": None, "log_every": None, "tracker": None, "seed": 0}
-        flags |= {"batch_size": 8, "global_batch_size": None}
-        args = SimpleNamespace(**flags, output_dir="x", hang_timeout=600)
+        flags = {"cpu": cpu, "threads": threads, "log_every": None, "tracker": None, "seed": 0}
+        flags |= {"batch_size": 8, "global_batch_size": None, "hang_timeout": 600}
         for name, value in fakes.items():
-            if name in flags:
-                setattr(args, name, value)
-            else:
-                fake = value if callable(value) else lambda value=value: value
-                monkeypatch.setattr(torch.cuda, name, fake)
-        of_this_process = {"num_processes": sees, "use_distributed": False}
+            fake = value if callable(value) else lambda value=value: value
+            monkeypatch.setattr(torch.cuda, name, fake)
         told = {}  # all ranks tell what the first one does
         store = SimpleNamespace(set=told.__setitem__, set_timeout=lambda _: None)
         store.add = lambda key, _: call.ranks_by_gpu.get(key, 1)
@@ -51,11 +46,11 @@ def start(monkeypatch):
 
         def accelerator(**options):
             torch.set_num_threads(5)  # as Accelerate does for one process under torchrun
-            return SimpleNamespace(**options, **of_this_process)
+            return SimpleNamespace(**options, num_processes=sees, use_distributed=False)
 
         module.Accelerator = accelerator
         module.lock_output_directory = lambda directory: None
-        return module.Run(args, precision)
+        return module.Run(SimpleNamespace(**flags, output_dir="x"), "fp32")
 
     call.devices, call.ranks_by_gpu = [], {}
     # Set by `choose_device`: monkeypatch undoes it only if it knows of it.
@@ -92,12 +87,6 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
         assert made_by == "_create_nccl_process_group", "torch reads the variable at its import"
 
 
-def test_a_process_without_a_launcher_is_not_taken_for_one_of_several(start):
-    """With LOCAL_RANK Accelerate would make a process group, for which it has no address."""
-    start(**TWO_GPUS)
-    assert start.devices == [0] and "LOCAL_RANK" not in os.environ
-
-
 @pytest.mark.parametrize(
     ("environment", "flag", "threads"),
     [
@@ -126,11 +115,13 @@ def test_a_rank_may_see_its_own_gpu_alone_and_not_that_of_another(start, rank):
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):
-    for rank in ("0", "1"):
-        processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-        start(environment=processes, sees=2, **{**TWO_GPUS, "device_count": 4})
-    said = "2 of 4 GPUs are unused: start one process per GPU"
-    assert capfd.readouterr().err.count(said) == 1
+    """Without a launcher there is no LOCAL_RANK, with which Accelerate would make a process group,
+    for which it has no address."""
+    processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    start(**{**TWO_GPUS, "device_count": 4})
+    assert start.devices == [0] and "LOCAL_RANK" not in os.environ
+    start(environment=processes, sees=2, **{**TWO_GPUS, "device_count": 4})
+    assert capfd.readouterr().err.count("of 4 GPUs are unused: start one process per GPU") == 1
 
 
 def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
@@ -158,17 +149,17 @@ TOLD = {**dict.fromkeys(PLUGINS.split(), "true"), "MIXED_PRECISION": "bf16"}
 TOLD |= {"GRADIENT_ACCUMULATION_STEPS": "4", "DYNAMO_BACKEND": "INDUCTOR"}
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_a_launchers_setting_that_the_recipe_would_ignore_is_an_error(start, name):
-    with pytest.raises(Exit, match=f"the launcher's {name.lower()} is {TOLD[name].lower()}"):
-        start(environment={f"ACCELERATE_{name}": TOLD[name]}, device_count=0)
+def test_a_launchers_setting_that_the_recipe_would_ignore_is_an_error(start, monkeypatch):
+    for name, value in TOLD.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+        with pytest.raises(Exit, match=f"the launcher's {name.lower()} is {value.lower()}"):
+            start(device_count=0)
+        monkeypatch.delenv(f"ACCELERATE_{name}")
 
 
-@pytest.mark.parametrize(
-    "rocm", [{}, {"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0,1"}]
-)
-def test_cpu_means_no_gpu_however_many_torch_counts(start, rocm):
+def test_cpu_means_no_gpu_however_many_torch_counts(start):
     """They are hidden before torch looks for them: Accelerate's barriers would go to a GPU."""
+    rocm = {"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0,1"}
     visible = []
 
     def is_available():

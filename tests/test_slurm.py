@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import ACCELERATE, CNN
-from processes import ROOT, outputs, train_forked
+from processes import ROOT, outputs, run, train_forked
 from slurm_cluster import MISSING, Cluster
 
 pytestmark = [
@@ -40,13 +40,10 @@ def slurm(tmp_path_factory):
 
 
 class Job:
-    """A job of a recipe, by default ddp_cifar.py, or of code, submitted in a directory of its own
-    that looks like this repository."""
+    """A job of a recipe, submitted in a directory of its own that looks like this repository."""
 
-    def __init__(self, cluster, directory, *options, code=None, flags=FLAGS):
+    def __init__(self, cluster, directory, *options, recipe="recipes/ddp_cifar.py", flags=FLAGS):
         self.cluster, self.directory = cluster, directory
-        recipe = "recipe.py" if code else "recipes/ddp_cifar.py"
-        (directory / "recipe.py").write_text(code or "")
         for name in ("recipes", "clusters", "accelerate_configs"):
             (directory / name).symlink_to(ROOT / name)
         command = ["sbatch", "--parsable", *options, "clusters/submit_job.sh", recipe, *flags]
@@ -157,8 +154,8 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
 def a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails(
     directory, slurm
 ):
-    code = (ROOT / "tests/programs/broken_job.py").read_text()
-    job = Job(slurm, directory, "--partition=gpu", code=code, flags=[])
+    broken = str(ROOT / "tests/programs/broken_job.py")
+    job = Job(slurm, directory, "--partition=gpu", recipe=broken, flags=[])
     job.until("FAILED", "COMPLETED")
     assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")
     assert "it is broken" in job.log()
@@ -175,21 +172,14 @@ STORIES = (
 )
 
 
-@pytest.fixture(scope="module")
-def jobs(slurm, tmp_path_factory):
-    """All side by side: they wait more than they compute."""
+def test_jobs_side_by_side(slurm, tmp_path_factory):
+    """They wait more than they compute."""
     with ThreadPoolExecutor(len(STORIES)) as pool:
-        yield {x: pool.submit(x, tmp_path_factory.mktemp("job"), slurm) for x in STORIES}
-
-
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_on_a_cluster(story, jobs):
-    jobs[story].result()
+        jobs = [pool.submit(x, tmp_path_factory.mktemp("job"), slurm) for x in STORIES]
+    for job in jobs:
+        job.result()
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_the_script_is_clean():
-    checked = subprocess.run(
-        ["shellcheck", ROOT / "clusters/submit_job.sh"], capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stdout
+    run(["shellcheck", ROOT / "clusters/submit_job.sh"])

@@ -122,10 +122,7 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a training's --output-dir")
     parser.add_argument("--output", default="runs/plot.svg", help="the picture: .svg, .png or .pdf")
     args = parser.parse_args()
-    try:
-        figure = draw({directory: read(directory) for directory in args.runs})
-    except ImportError:
-        sys.exit("plot: matplotlib is missing: pip install matplotlib")
+    figure = draw({directory: read(directory) for directory in args.runs})
     for directory in args.runs:
         spent = [f"{name} {number:.0f} s" for name, number in seconds_of(directory).items()]
         print(f"{directory}: {', '.join(spent)}")
