@@ -292,18 +292,3 @@ def test_the_exit_status_is_that_of_main(raised, status, monkeypatch):
     monkeypatch.setattr(recipe, "exit_now", statuses.append)
     recipe.start(main)
     assert statuses[0] == status
-
-
-def test_a_rank_that_waits_before_it_prints_an_error_ends_on_sigterm(monkeypatch):
-    """The Watcher has blocked and caught the signal."""
-    monkeypatch.setattr(recipe, "LOCAL_RANK", 1)
-    blocked, write = os.pipe()
-    process = os.fork()
-    if process == 0:
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        os.write(write, b".")
-        recipe.exit_with_error("late")
-    os.read(blocked, 1)
-    os.kill(process, signal.SIGTERM)
-    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGTERM

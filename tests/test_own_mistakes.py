@@ -202,6 +202,8 @@ RAISES = {
 
 @pytest.mark.parametrize("said", params(RAISES))
 def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
+    """A rank that waits before it prints the error ends on SIGTERM."""
+    assert -9 not in outcome.codes, outcome.output
     (line,) = re.findall("^mine: error: (.*)$", outcome.output, re.MULTILINE)
     assert re.fullmatch(re.escape(said) + r" \d+ of mine.py", line), line
     tracebacks = {"Valu": 2}.get(said[:4], 1)  # a worker's is in that of its rank

@@ -1,7 +1,6 @@
 """What text_to_image computes, and that diffusers loads it. That its copies train the same in every
 way: test_adapting.py."""
 
-import os
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +15,7 @@ from conftest import load
 from lazy import diffusers, lib, lora, text_to_image, transformers
 from PIL import Image
 from processes import train_forked
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
@@ -149,18 +148,6 @@ def answer(model):
         return model.eval()(*inputs, return_dict=False)[0]
 
 
-def assert_loads_adapter(directory, args):
-    """The pipeline's answers are those of the trained model in a run's directory."""
-    trained = lora.with_lora(text_to_image.build_model(args))
-    before = answer(trained)
-    trained.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
-    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(args.base)
-    torch.testing.assert_close(answer(pipeline.unet), before)
-    pipeline.load_lora_weights(directory)
-    torch.testing.assert_close(answer(pipeline.unet), answer(trained))
-    assert not torch.allclose(answer(trained), before, rtol=1e-3)
-
-
 def test_diffusers_loads_what_is_saved_an_adapter_or_the_whole_model(args, tmp_path):
     args.output_dir = str(tmp_path)
     main = SimpleNamespace(is_main_process=True)
@@ -173,13 +160,18 @@ def test_diffusers_loads_what_is_saved_an_adapter_or_the_whole_model(args, tmp_p
     loaded = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "unet")
     torch.testing.assert_close(loaded.state_dict(), whole, rtol=0, atol=0)
 
-    model = lora.with_lora(text_to_image.build_model(args))
-    adapter = {
-        name: torch.randn_like(x) for name, x in model.state_dict().items() if "lora_" in name
-    }
+    trained = lora.with_lora(text_to_image.build_model(args))
+    before = answer(trained)
+    values = trained.state_dict().items()
+    adapter = {name: torch.randn_like(x) for name, x in values if "lora_" in name}
     save_file(adapter, tmp_path / "model.safetensors")
-    text_to_image.save_for_diffusers(main, model, args)
-    assert_loads_adapter(tmp_path, args)
+    text_to_image.save_for_diffusers(main, trained, args)
+    trained.load_state_dict(adapter, strict=False)
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(args.base)
+    torch.testing.assert_close(answer(pipeline.unet), before)
+    pipeline.load_lora_weights(tmp_path)
+    torch.testing.assert_close(answer(pipeline.unet), answer(trained))
+    assert not torch.allclose(answer(trained), before, rtol=1e-3)
 
 
 @pytest.mark.redundant
@@ -188,7 +180,6 @@ def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
     flags = ["--cpu", "--base", base, "--images", args.images, "--size", 32, "--batch-size", 8]
     flags += ["--prompt", "a red ellipse on blue", "--lr", 1e-2, "--max-steps", 3]
     (run,) = train_forked(tmp_path, (2, script, flags), imports=IMPORTS)
-    assert_loads_adapter(run.directory, args)
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(base)
     pipeline.load_lora_weights(run.directory)
     options = {"num_inference_steps": 2, "num_images_per_prompt": 4, "output_type": "pt"}
@@ -203,21 +194,27 @@ def test_diffusers_loads_the_adapter_of_a_run(base, args, tmp_path):
 def test_a_run_reads_what_an_earlier_one_has_encoded(args, tmp_path, monkeypatch):
     """Of the same images and captions. Of others, by another model, or at another size, it encodes
     again."""
-    accelerator = SimpleNamespace(device="cpu")
     calls = []
-    monkeypatch.setattr(
-        "lib.latents.encode", lambda rows, *_: calls.append(1) or torch.ones(len(rows))
-    )
+
+    def encode(rows, *_):
+        calls.append(rows)
+        return torch.ones(len(rows))
+
+    monkeypatch.setattr("lib.latents.encode", encode)
     args.output_dir = args.images = str(tmp_path)
-    first = {"caption": "a", "size": 32, "base": args.base, "image": "one", "written": 1}
-    others = {"caption": "b", "size": 64, "base": "another", "image": "another", "written": 2}
-    for changed in ({}, *({name: x} for name, x in others.items())):
-        now = SimpleNamespace(**first | changed)
-        (tmp_path / "0.png").write_text(now.image)
-        os.utime(tmp_path / "0.png", (0, now.written))
-        args.base, args.size = now.base, now.size
+    image = tmp_path / "0.png"
+    image.write_text("one")
+    caption = "a"
+    for number in range(1, 6):
         for _ in range(2):
-            rows = [(tmp_path / "0.png", now.caption)]
-            assert lib.latents.encoded_once(rows, args, accelerator).equal(torch.ones(1))
-        assert len(calls) == 1, changed
-        calls.clear()
+            rows = [(image, caption)]
+            found = lib.latents.encoded_once(rows, args, SimpleNamespace(device="cpu"))
+            assert found.equal(torch.ones(1)) and len(calls) == number
+        if number == 1:
+            caption = "b"
+        elif number == 2:
+            args.size = 64
+        elif number == 3:
+            args.base = "another"
+        else:
+            image.write_text("another")
