@@ -192,6 +192,7 @@ def test_a_slurm_job_has_a_process_per_gpu_and_of_each_node_as_many_cores(tmp_pa
     [
         ({}, "to-10.0.0.2 =to-10.0.0.2"),
         ({"SLURM_NODEID": "1"}, "to-10.0.0.1 =to-10.0.0.1"),
+        ({"GLOO_SOCKET_IFNAME": "chosen"}, "chosen =chosen"),
         ({"NCCL_SOCKET_IFNAME": "ib0"}, "to-10.0.0.2 ib0"),
         ({"last_node": "nowhere.invalid"}, "none none"),
     ],
