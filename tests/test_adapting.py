@@ -72,7 +72,8 @@ IN_OTHERS = {"photos", "language_model"}
 IN_DDP = {"photos", "gan", "speech"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # Of the toy data, for four steps and an evaluation.
-LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.tsv": 16, "test.conll": 100}
+LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.conll": 100}
+LINES |= {"train.tsv": 96, "test.tsv": 16}
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
 FLAGS_OF = {
@@ -181,9 +182,9 @@ def test_a_copy_with_an_example_passes_make_check(
     assert ended.value.code == 0, capsys.readouterr().out
 
 
-def contents(data, seed=0):
+def contents(data, seed=0, most=2000):
     """The samples of a dataset, or a part of many, with the same random numbers, as bytes."""
-    for index in range(0, len(data), 1 + len(data) // 2000):
+    for index in range(0, len(data), 1 + len(data) // most):
         torch.manual_seed(seed)
         has_batches = hasattr(data, "__getitems__")
         sample = data.__getitems__([index]) if has_batches else data[index]
@@ -260,6 +261,16 @@ def rows_in(path):
     return rows
 
 
+def shortened(flag):
+    """The name of a file with the first rows of one, or of the same folder."""
+    path = Path(flag)
+    if path.is_dir():
+        return flag
+    short = path.with_stem(f"{path.stem}-short")
+    short.write_text("".join(path.read_text().splitlines(keepends=True)[:64]))
+    return str(short)
+
+
 @cache
 def with_datasets(flag):
     """The rows of a flag as the `datasets` library saves them, and as a folder of Parquet files."""
@@ -279,32 +290,34 @@ def with_datasets(flag):
 @pytest.mark.parametrize("task", OF_ROWS)
 def test_all_sources_give_a_task_the_same_samples(task, copy_of):
     _, loaders = copy_of(task)
-    _, *expected = loaders()
-    flags = flags_of_rows(task)
+    flags = [shortened(flag) for flag in flags_of_rows(task)]
+    short = dict(zip(flags_of_rows(task), flags, strict=True))
+    _, *expected = loaders(**{flag: [file] for flag, file in short.items()})
     folder = flags[0] if task in FOLDERS else None
     flags = [f"{folder}/train", f"{folder}/test"] if folder else flags
     for sources in zip(*map(with_datasets, flags), strict=True):
-        changed = {flag: [source] for flag, source in zip(flags, sources, strict=True)}
+        changed = {flag: [x] for flag, x in zip(short, sources, strict=False)}
         if folder:
             changed = {folder: [sources[0], "--test", sources[1]]}
         _, *found = loaders(**changed)
         for one, other in zip(found, expected, strict=True):
-            assert [*contents(one.dataset)] == [*contents(other.dataset)], sources
+            pair = ([*contents(x.dataset, most=50)] for x in (one, other))
+            assert next(pair) == next(pair), sources
 
 
 @pytest.mark.parametrize("task", [x for x in OF_ROWS if flags_of_rows(x)[0].endswith(".jsonl")])
 def test_a_row_without_a_value_or_with_one_of_another_type_is_one_line(task, copy_of):
     _, loaders = copy_of(task)
     flag = flags_of_rows(task)[0]
-    *rows, last = [json.loads(x) for x in Path(flag).read_text().splitlines()]
-    values = [(name, value) for name in last for value in (None, {"a": 1})]
+    first, row, *_ = [json.loads(x) for x in Path(flag).read_text().splitlines()]
+    values = [(name, value) for name in row for value in (None, {"a": 1})]
     for number, (name, value) in enumerate(values):
         path = flag.replace(".jsonl", f"{number}.jsonl")
-        toy.write_json_lines(Path(path), [*rows, last | {name: value}])
+        toy.write_json_lines(Path(path), [first, row | {name: value}])
         with pytest.raises(Exit) as error:
             loaders(**{flag: [path]})
         line = str(error.value)
-        assert f"{path}, row {len(rows) + 1}: " in line and "\n" not in line
+        assert f"{path}, row 2: " in line and "\n" not in line
 
 
 def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():

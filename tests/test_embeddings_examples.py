@@ -61,9 +61,8 @@ def texts(tmp_path_factory):
     former = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False}
     config.write_text(json.dumps(former | {"pooling_mode_cls_token": True}))
     flags = ["--pairs", directory / "pairs.jsonl", *FLAGS]
-    return SimpleNamespace(
-        directory=directory, rows=rows, flags=[*flags, "--base", directory / "bert"]
-    )
+    flags += ["--base", directory / "bert"]
+    return SimpleNamespace(directory=directory, rows=rows, flags=flags)
 
 
 def with_pooling(directory, name, mode):
@@ -96,16 +95,10 @@ def clip_config(captions, eos):
 
 def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
     """Also sharded. One process has the whole in one microbatch, by plain autograd."""
-    runs = [
-        (
-            processes,
-            make(tmp_path / f"{recipe}.py", recipe, "embeddings", replaced=IN_FLOAT64),
-            size,
-        )
-        for processes, recipe, size in ((1, "ddp", 16), (2, "ddp", 4), (2, "sharded", 4))
-    ]
-    flags = [*texts.flags, "--batch-size"]
-    runs = [(processes, script, [*flags, size]) for processes, script, size in runs]
+    runs = []
+    for processes, recipe, size in ((1, "ddp", 16), (2, "ddp", 4), (2, "sharded", 4)):
+        script = make(tmp_path / f"{recipe}.py", recipe, "embeddings", replaced=IN_FLOAT64)
+        runs.append((processes, script, [*texts.flags, "--batch-size", size]))
     expected, *results = train(tmp_path, *runs)
     for result in results:
         assert_same_training(expected, result, ROUNDING)
@@ -161,13 +154,10 @@ def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tm
     toy.write_json_lines(tmp_path / "triples.jsonl", triples)
     script = make(tmp_path / "mine.py", "ddp", "embeddings", replaced=IN_FLOAT64)
     flags = [*texts.flags, "--max-steps", 4, "--pairs", tmp_path / "triples.jsonl"]
-    runs = train(
-        tmp_path,
-        *[
-            (processes, script, [*flags, "--base", texts.directory / base, "--batch-size", 4])
-            for processes, base in ((2, "cls"), (1, "last"), (1, "bert"))
-        ],
-    )
+    bases = {"cls": 2, "last": 1, "bert": 1}  # of processes
+    flags += ["--batch-size", 4, "--base"]
+    runs = [(count, script, [*flags, texts.directory / base]) for base, count in bases.items()]
+    runs = train(tmp_path, *runs)
     for run in runs:
         model = sentence_transformers.SentenceTransformer(str(run.directory), device="cpu")
         columns = [model.encode([row[name] for row in triples[::10]]) for name in triples[0]]

@@ -21,16 +21,7 @@ import pytest
 import torch
 from composed import write_wav
 from conftest import Exit, exit_by_exception
-from lazy import (
-    datasets,
-    detection,
-    huggingface_hub,
-    lib,
-    pyarrow,
-    table,
-    tar_shards,
-    tokens,
-)
+from lazy import datasets, detection, huggingface_hub, lib, pyarrow, table, tar_shards, tokens
 from PIL import Image
 
 from lib import coco, entities, images, rows, utterances
@@ -136,13 +127,10 @@ BAD = {
         (
             {"json": of_coco(), "other": of_coco(categories=[{"id": 1, "name": "b"}])},
             "name.other have other categories",
-        ),
+        )
     ],
     "bin": [
-        (
-            TOKENS[:80] + b"\xff\xff" + TOKENS,
-            "token 40 is 65535, outside of the 50304",
-        ),
+        (TOKENS[:80] + b"\xff\xff" + TOKENS, "token 40 is 65535, outside of the 50304"),
         (TOKENS[:-1], "has 199 bytes, not a multiple of 2"),
         (header(20240520, 100) + TOKENS[:150], "has 150 bytes, not 100 tokens of 2"),
         (header(20240522, 1) + TOKENS, "has the magic number 20240522, none of 20240520"),

@@ -93,10 +93,7 @@ def test_a_photo_is_turned_as_its_camera_says_and_what_is_transparent_is_white(r
     turned = Image.Exif()
     turned[0x0112] = 6  # EXIF's tag of the orientation: to be shown turned to the right
     found = []
-    for name, pixels, exif in (
-        ("a", shown, Image.Exif()),
-        ("b", numpy.rot90(transparent), turned),
-    ):
+    for name, pixels, exif in (("a", shown, Image.Exif()), ("b", numpy.rot90(transparent), turned)):
         path = tmp_path / name / "a.webp"
         path.parent.mkdir()
         Image.fromarray(pixels).save(path, lossless=True, exif=exif)

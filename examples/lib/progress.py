@@ -26,6 +26,7 @@ def with_progress(parts, total, work, size=lambda part: 1):
     began = said = time.monotonic()
     done = 0
     with bar:
+        bar.console.show_cursor()  # an error or a signal may end the process here
         task = bar.add_task(work, total=total)
         for part in parts:
             yield part
