@@ -55,6 +55,14 @@ def launch(command, cwd=ROOT, check=True, timeout=600, **env):
     return process
 
 
+def write_programs(directory, **texts):
+    """Write programs, {name: shell script}. Return a PATH on which they come first."""
+    for name, text in texts.items():
+        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
 class Launched:
     """A launcher or a script, as `subprocess.Popen` starts it, but as a fork of a process that has
     imported everything. Its ranks are forks, too: see programs/forked.py. Where the start or the

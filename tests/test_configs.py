@@ -80,9 +80,7 @@ def test_a_global_batch_is_divided_into_the_fewest_microbatches_that_fit():
             sizes = [size for size in range(multiple, batch + 1, multiple) if share % size == 0]
             assert answer == (max(sizes), share // max(sizes))
         whole = batch - batch % multiple
-        assert divided(None, whole, replicas, multiple) == (whole, 1), (
-            "the batches of all processes"
-        )
+        assert divided(None, whole, replicas, multiple) == (whole, 1), "all their batches"
 
 
 def test_an_epoch_without_one_whole_global_batch_is_an_error():

@@ -41,10 +41,11 @@ def test_the_numbers_of_pods_the_names_and_the_times_to_save_fit_together():
     assert rules[2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
 
 
-# What a rank does: a wrong flag, and a stop because this pod is evicted. torchrun alone waits for
-# another pod.
+# What a rank does: a wrong flag, a stop because another pod is evicted, and because this one is.
+# torchrun alone waits for another pod.
 STOPS = "import signal, time\nsignal.signal(15, lambda *_: exit(143))"
-RANKS = {"wrong": ("exit(2)", 2), "waits": ("", 143), "stopped": (STOPS, 143)}
+RANKS = {"wrong": ("exit(2)", 2), "saved": ("exit(143)", 143)}
+RANKS |= {"waits": ("", 143), "stopped": (STOPS, 143)}
 
 
 @pytest.mark.slow
@@ -61,7 +62,7 @@ def test_the_command_ends_with_the_status_of_the_rank_and_passes_sigterm_on(case
     flags = [f"--nnodes={pods}", "--node_rank=0", "--master_addr=127.0.0.1"]
     pod = subprocess.Popen([sys.executable, *command, *flags, f"--master_port={port}", script])
     try:
-        if status == 143:
+        if case in ("waits", "stopped"):
             wait_until(lambda: listens(port) if case == "waits" else started.exists())
             pod.send_signal(signal.SIGTERM)
         assert pod.wait(100) == status

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Exit, load
-from processes import ROOT, run
+from processes import ROOT, run, write_programs
 from torch import distributed
 
 NCCL = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "21600"}
@@ -129,8 +129,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
     they are hidden, the Accelerator is told to use the CPU: else processes would not see each
     other."""
     assert start(device_count=0).accelerator.cpu
-    (tmp_path / "nvidia-smi").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", write_programs(tmp_path, **{"nvidia-smi": ""}))
     old = {"device_count": 1, "is_available": False}
     with pytest.raises(Exit, match=r"torch cannot use the GPUs: update the driver.*; or add --cpu"):
         start(**old)
@@ -178,19 +177,11 @@ def test_an_amd_gpu_under_a_build_for_cuda_is_an_error(start, monkeypatch):
         start(device_count=0, is_available=False)
 
 
-def programs(directory, **texts):
-    """Write programs, {name: shell script}. Return a PATH on which they come first."""
-    for name, text in texts.items():
-        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
-        (directory / name).chmod(0o755)
-    return f"{directory}:{os.environ['PATH']}"
-
-
 def test_a_slurm_job_has_a_process_per_gpu_and_of_each_node_as_many_cores(tmp_path):
     """Those of the node that has the fewest."""
     job = {"SLURM_JOB_ID": "20007", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
     job |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2),8"}
-    job["PATH"] = programs(tmp_path, scontrol="echo NodeAddr=10.0.0.1", srun='echo "$@"')
+    job["PATH"] = write_programs(tmp_path, scontrol="echo NodeAddr=10.0.0.1", srun='echo "$@"')
     said = run(["bash", ROOT / "clusters/submit_job.sh"], **job).stdout
     assert "--num_machines 3 --num_processes 12 --main_process_ip 10.0.0.1" in said
     assert "--ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 " in said
@@ -201,6 +192,7 @@ def test_a_slurm_job_has_a_process_per_gpu_and_of_each_node_as_many_cores(tmp_pa
     [
         ({}, "to-10.0.0.2 =to-10.0.0.2"),
         ({"SLURM_NODEID": "1"}, "to-10.0.0.1 =to-10.0.0.1"),
+        ({"GLOO_SOCKET_IFNAME": "chosen"}, "chosen =chosen"),
         ({"NCCL_SOCKET_IFNAME": "ib0"}, "to-10.0.0.2 ib0"),
         ({"last_node": "nowhere.invalid"}, "none none"),
     ],
@@ -216,7 +208,7 @@ def test_a_node_tells_gloo_and_nccl_the_interface_to_the_others(tmp_path, enviro
     tell = 'echo "${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none}"'
     job = {"SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}
     job |= {"first_node": "10.0.0.1", "last_node": "10.0.0.2", **environment}
-    job["PATH"] = programs(tmp_path, ip=route, told=tell)
+    job["PATH"] = write_programs(tmp_path, ip=route, told=tell)
     command = ["bash", "-c", script.replace(called, "told > said"), "on_node"]
     run(command, cwd=tmp_path, **job)
     assert (tmp_path / "said").read_text() == f"{expected}\n"

@@ -200,11 +200,12 @@ OWN = [
 def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     """Imports, definitions, flags, comments, and what the docstring has of theirs."""
     path = tmp_path / "own.py"
-    edited(path, *OWN)
+    first = "import warnings\n" * (ending == "\n")  # and so all imports stay unsorted
+    edited(path, ("import argparse\n", f"{first}import argparse\n"), *OWN)
     before = path.read_text()
     path.write_text(before, newline=ending)
-    first, *others = examples.split()
-    make("add", path.name, first)
+    example, *others = examples.split()
+    make("add", path.name, example)
     below = path.read_text().replace('\n"""  # noqa', '\n\nBelow.\n"""  # noqa')
     path.write_text(below, newline=ending)
     for example in others:
@@ -212,8 +213,10 @@ def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     text = path.read_text()
     assert path.read_bytes().count(b"\n") == text.count("\n")
     assert (b"\r\n" in path.read_bytes()) == (ending == "\r\n")
+    assert f"{first}import argparse\n" in text
     assert '"torch==2.15.0"' in text and '"apex"' in text
     assert ('"peft>=0.21"' in text) == ("lora" in examples)
+    assert text.find("from peft import") < text.index("\ndef add_flags("), "above all functions"
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
     assert "4gpu.yaml ours.py --epochs 90" in documented
@@ -287,19 +290,6 @@ def test_a_copy_in_two_files_trains_as_the_one_in_one_file(make, tmp_path):
     flags = [*CNN, "--max-steps", 3, "--batch-size", 16, "--clip-norm", 1]
     one, two = train_forked(tmp_path, *((2, path, flags) for path in scripts))
     assert_same_training(two, one, atol=0)
-
-
-def test_imports_below_functions_and_unsorted_ones_stay_where_they_are(make, tmp_path):
-    path = tmp_path / "own.py"
-    functional = "from torch.nn import functional as F"
-    late = f"\n\n{functional}; SIZE = 1\n\n\ndef train_step("
-    first = "import warnings\nimport argparse\n"
-    above = ("import argparse\n", first), (f"{functional}\n", "")
-    edited(path, *above, ("\n\ndef train_step(", late))
-    make("add", path.name, "table", "lora")  # the copy does not use F any more
-    text = path.read_text()
-    assert first in text and late in text
-    assert text.index("from peft import") < text.index("\ndef add_flags(")
 
 
 def test_a_full_disk_and_a_link_to_a_copy(make, tmp_path):

@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-import os
 import re
 import shlex
 import sys
@@ -16,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from composed import write_photos
 from conftest import CNN, SHORT, assert_same_training, copy, load, project
-from processes import ROOT, forked, outputs, run, train_forked
+from processes import ROOT, forked, outputs, run, train_forked, write_programs
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -283,12 +282,9 @@ def test_the_oldest_versions_are_tested():
 @pytest.mark.parametrize(("gpus", "how"), [(0, "1gpu.yaml"), (3, "2gpu.yaml --num_processes 3")])
 def test_make_train_starts_one_process_per_gpu(gpus, how, tmp_path):
     """The launcher is a stand-in."""
-    programs = {"ready": "", "sleep": "", "python": f"echo {gpus}", "accelerate": ""}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    path = write_programs(tmp_path, ready="", sleep="", python=f"echo {gpus}", accelerate="")
     command = ["make", "train", f"BIN={tmp_path}", f"RUN={tmp_path / 'ready'}", "ARGS=--keep 1"]
-    process = run(command, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    process = run(command, PATH=path)
     assert process.stderr.strip().endswith(f"{how} recipes/amp_cifar.py --keep 1")
 
 

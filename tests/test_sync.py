@@ -126,17 +126,6 @@ def test_make_sync_copies_a_change_of_the_reference_and_nothing_else(project):
     assert printed == updated.replace("updated", "up to date") and before == after, errors
 
 
-@pytest.mark.parametrize(("edited", "copy"), [("amp_cifar.py", None), ("my_cifar.py", MINE)])
-def test_make_sync_does_not_overwrite_what_was_edited_in_a_copy(project, edited, copy):
-    """Nor a block without a checksum, which may be edited."""
-    printed, errors, *_ = project(edited, OLD, NEW, copy)
-    assert f"{edited}: its shared block was edited" in errors
-    changed = [line for line in printed.splitlines() if line[0] in "+-"][2:]
-    assert [OLD in changed[1], NEW in changed[0], len(changed)] == [True, True, 2]
-    _, errors, *_ = project(edited, f" {checksum(parts(REFERENCE)[2])}:", ":", copy)
-    assert f"{edited}: its shared block was edited, or is too old, as shown above" in errors
-
-
 def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(project, tmp_path):
     """And keeps all else of it, also its line ends. The recipes stay as they are."""
     own, imported = "def synthetic_images(samples, seed):", "from textwrap import dedent as outdent"
@@ -155,7 +144,7 @@ def test_make_sync_gives_a_copy_the_newest_block_and_the_imports_that_it_needs(p
     assert load(tmp_path / MINE).INDENTED == "a"
 
 
-DDP, OWNER = "ddp_cifar.py", "my_cifar.py"
+DDP, AMP, OWNER = "ddp_cifar.py", "amp_cifar.py", "my_cifar.py"
 STEP, LOG, START = "def train_step(", "def log_line(", 'if __name__ == "__main__":'
 SECOND_BANNER = f"# ===== this recipe's own\n{START}"  # with functions of the owner below the block
 
@@ -169,16 +158,21 @@ SECOND_BANNER = f"# ===== this recipe's own\n{START}"  # with functions of the o
         (OWNER, STEP, f"RANK = 1\n{STEP}", MINE, r"# =====': RANK \(line \d+\): rename"),
         (OWNER, STEP, f"from datasets import Dataset\n{STEP}", MINE, r"# =====': Dataset \(line"),
         (OWNER, START, SECOND_BANNER, MINE, "my_cifar.py: .*earlier structure.*`make new`"),
+        (AMP, OLD, NEW, None, "amp_cifar.py: its shared block was edited"),
+        (OWNER, OLD, NEW, MINE, "my_cifar.py: its shared block was edited"),
     ],
 )
-def test_make_sync_changes_nothing_if_the_copy_would_not_run(
+def test_make_sync_changes_nothing_if_edits_would_be_lost_or_the_copy_would_not_run(
     project, name, old, new, copy, message
 ):
     """Names have moved out of the block, are gone, or stand for something else in the copy; there
-    is no block, or functions are below it."""
-    _, errors, *_ = project(name, old, new, copy)
+    is no block, functions are below it, or it was edited."""
+    printed, errors, *_ = project(name, old, new, copy)
     line, _ = errors.splitlines()  # the second one is of make
     assert line.startswith("nothing was written: ") and re.search(message, line), line
+    if (old, new) == (OLD, NEW):
+        minus, plus = [x for x in printed.splitlines() if x[0] in "+-"][2:]
+        assert NEW in minus and OLD in plus
 
 
 def test_make_sync_replaces_the_infrastructure_beside_scripts_that_import_it(tmp_path):

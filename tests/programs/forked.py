@@ -48,7 +48,7 @@ with contextlib.suppress(ImportError):  # where it is installed, Accelerate impo
 
 
 def start_command(request, descriptors, connection):
-    """Start a command, say its pid, wait for its end, and say its exit code."""
+    """Start a command, say its pid, and return it."""
     pid = os.fork()
     if pid == 0:
         if request.get("session") or request.get("terminal"):
@@ -77,9 +77,7 @@ def start_command(request, descriptors, connection):
     for descriptor in descriptors:
         os.close(descriptor)  # a pipe has to end with the command
     connection.sendall(f"{pid}\n".encode())
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with contextlib.suppress(OSError):  # nobody waits any more
-        connection.sendall(f"{code}\n".encode())
+    return pid
 
 
 def enter_namespaces(pid):
@@ -91,20 +89,24 @@ def enter_namespaces(pid):
 
 
 def serve(listener):
-    """Answer each connection in a fork of this process, until the tests end."""
+    """Start the command of each connection, and say its exit code, until the tests end."""
+    connections = {}  # by pid
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], 0.1)
+        ready, _, _ = select.select([listener, sys.stdin], [], [], 0.02)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                connection = connections.pop(ended[0])
+                with contextlib.suppress(OSError):  # nobody waits any more
+                    connection.sendall(f"{os.waitstatus_to_exitcode(ended[1])}\n".encode())
+                connection.close()
         if sys.stdin in ready:
             os._exit(0)
         if listener in ready:
-            answer(listener)
+            connection, _ = listener.accept()
+            connections[answer(connection)] = connection
 
 
-def answer(listener):
-    connection, _ = listener.accept()
+def answer(connection):
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
     request = json.loads(connection.makefile().readline())
     for name in request.get("imports", ()):
@@ -112,13 +114,7 @@ def answer(listener):
     if mapping := sys.modules.get("transformers.conversion_mapping"):
         mapping.get_checkpoint_conversion_mapping(None)  # or each rank would build it
     gc.freeze()  # the recipes collect their garbage before they leave: not this process's, too
-    if os.fork() == 0:
-        listener.close()
-        start_command(request, descriptors, connection)
-        os._exit(0)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    connection.close()
+    return start_command(request, descriptors, connection)
 
 
 if __name__ == "__main__":
