@@ -293,7 +293,7 @@ def once(task):
     return pytest.param(task, marks=[pytest.mark.redundant] * redundant)
 
 
-@pytest.mark.parametrize("task", map(once, OF_ROWS))
+@pytest.mark.parametrize("task", [once(task) for task in OF_ROWS])
 def test_all_sources_give_a_task_the_same_samples(task, copy_of):
     _, loaders = copy_of(task)
     flags = [shortened(flag) for flag in flags_of_rows(task)]
