@@ -47,6 +47,7 @@ TESTS = {
     "join_process_group": "launch ranks interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
     "load_weights": "errors own_mistakes tracker_and_weights",
+    "ImageTensors": "data training",
     "SeededSamples": "data training own_mistakes recipes",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
     "recipes/pipeline_cifar.py": "pipeline own_mistakes resume errors",

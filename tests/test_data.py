@@ -72,6 +72,15 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
     assert train_loader.dataset.seed == 5
 
 
+def test_a_persistent_worker_has_the_augmentation_of_each_epoch(images_and_labels):
+    dataset = augmented(images_and_labels, 0, epoch=0)
+    loader = DataLoader(dataset, 64, collate_fn=tuple, num_workers=1, persistent_workers=True)
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        [(pixels, _)] = loader
+        assert torch.equal(pixels, dataset.__getitems__(list(range(64)))[0])
+
+
 class Draws(Dataset):
     """Of every generator that a transform may draw from."""
 
