@@ -12,6 +12,7 @@ from functools import cache, partial
 import new
 import pytest
 import sync
+import toy
 from composed import assert_lists_its_packages
 from conftest import CNN, SHORT, assert_same_training
 from processes import ROOT, run, train_forked
@@ -340,3 +341,11 @@ def test_a_new_pipeline_is_trained_in_a_second_way_on_four_processes(make, tmp_p
 def test_a_hunk_that_fits_twice_is_an_error():
     with pytest.raises(ValueError, match="does not fit f"):
         new.apply("def f():\n    a\n    b\n    a\n", "@@ f\n     a\n+    c\n", "mine")
+
+
+def test_toy_data_names_the_package_that_is_missing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["toy.py", "chats"])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match=r"transformers.*: pip install transformers$"):
+        toy.main()

@@ -15,6 +15,7 @@ import math
 import os
 import random
 import struct
+import sys
 import tarfile
 import wave
 from pathlib import Path
@@ -542,7 +543,10 @@ def main():
     parser = argparse.ArgumentParser(description=f"{__doc__}\n{listed}", formatter_class=layout)
     parser.add_argument("kind", choices=KINDS, metavar="KIND")
     kind = parser.parse_args().kind
-    make(kind, Path("toy"))
+    try:
+        make(kind, Path("toy"))
+    except ImportError as error:
+        sys.exit(f"{error}: pip install {error.name}")
     print(f"toy/ has new files: {KINDS[kind].__doc__}")
 
 
