@@ -139,8 +139,8 @@ def check_names(path, own, block):
     that the block uses, to another thing than the reference's import."""
     if is_split(own):  # these names are the script's own
         return
-    bound, used = names(block)
-    theirs = dict.fromkeys(bound)
+    (newest, _), (bound, used) = names(parts(REFERENCE)[2]), names(block)
+    theirs = dict.fromkeys(newest & bound)
     for node in parsed(parts(REFERENCE)[0]).body:
         if isinstance(node, IMPORTS):
             theirs |= {name: thing for name, thing in imported(node).items() if name in used}
