@@ -103,8 +103,8 @@ def files(folder, ending):
 
 
 def args_of(run):
-    """The flags of a run."""
-    return SimpleNamespace(**run.summary)
+    """The flags of a run, whose directory was the current one."""
+    return SimpleNamespace(**{**run.summary, "output_dir": run.directory})
 
 
 @pytest.fixture
