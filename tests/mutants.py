@@ -184,6 +184,8 @@ def run(chosen, found, known, limit):
         clone = Path(temporary, "clone")
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
         (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
+        for name in ("pyproject.toml", "constraints.txt"):
+            os.utime(clone / name, (0, 0))  # or make would install the clone
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
         sys.path[0] = str(clone / "tests")
         server = importlib.import_module("conftest").fork_server()
@@ -192,7 +194,8 @@ def run(chosen, found, known, limit):
             began = time.monotonic()
             seen = known[key, function] = examine(clone, key, path, mutated, limit)
             for process in psutil.Process(server.pid).children(recursive=True):
-                process.kill()
+                if "resource_tracker" not in " ".join(process.cmdline()):  # the server's own
+                    process.kill()
             subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
             seconds = round(time.monotonic() - began)
             line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
