@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -184,8 +185,8 @@ def run(chosen, found, known, limit):
         clone = Path(temporary, "clone")
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
         (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
-        for name in ("pyproject.toml", "constraints.txt"):
-            os.utime(clone / name, (0, 0))  # or make would install the clone
+        for path in (clone / "pyproject.toml", *clone.glob("constraints*.txt")):
+            os.utime(path, (0, 0))  # or make would install the clone
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
         sys.path[0] = str(clone / "tests")
         server = importlib.import_module("conftest").fork_server()
@@ -194,8 +195,9 @@ def run(chosen, found, known, limit):
             began = time.monotonic()
             seen = known[key, function] = examine(clone, key, path, mutated, limit)
             for process in psutil.Process(server.pid).children(recursive=True):
-                if "resource_tracker" not in " ".join(process.cmdline()):  # the server's own
-                    process.kill()
+                with suppress(psutil.Error):  # it has ended
+                    if "resource_tracker" not in " ".join(process.cmdline()):  # the server's own
+                        process.kill()
             subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
             seconds = round(time.monotonic() - began)
             line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
