@@ -77,6 +77,7 @@ PARSERS = {recipe: parser_of(recipe) for recipe in RECIPES}
 def flags_of(recipe):
     """Return {flag: default} of a recipe."""
     actions = [action for action in PARSERS[recipe]._actions if action.dest != "help"]
+    assert all(action.help for action in actions)
     return {action.option_strings[0]: action.default for action in actions}
 
 
