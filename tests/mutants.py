@@ -34,8 +34,9 @@ RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
 FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
 FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync")]
 SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
-# The test files that reach a function of this name, class or file, the quickest first. The others
-# are those of `recipes`.
+# The test files that reach a function of this name, class or file, the quickest first. Others have
+# those of `recipes`. Then come the REST.
+REST = {"recipes": "configs data launch ranks recipes hangs readme", "tools": ""}
 TESTS = {
     "recipes": "errors own_mistakes training checkpoints resume interruption",
     "Checkpoints": "checkpoints resume sharded own_mistakes",
@@ -48,6 +49,9 @@ TESTS = {
     "join_process_group": "launch ranks interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
     "load_weights": "errors own_mistakes tracker_and_weights",
+    "add_technique_flags": "recipes readme amp sharded",
+    "parse_args": "errors readme",
+    "set_batch_sizes": "configs",
     "ImageTensors": "data training",
     "SeededSamples": "data training own_mistakes recipes",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
@@ -143,12 +147,12 @@ def listed(only):
 
 
 def tests_of(key):
-    """Return the tests of a mutant: the quickest first, then those of its function."""
+    """Return the tests of a mutant: the quickest first, then those of its function, the REST."""
     path, name, *_ = key.split(" ")
-    smoke = SMOKE[path.partition("/")[0]]
+    folder = path.partition("/")[0]
     names = *name.split(".")[::-1], path, "recipes"
     chosen = next(TESTS[x] for x in names if x in TESTS)
-    return list(dict.fromkeys([smoke, *chosen.split()]))
+    return list(dict.fromkeys([SMOKE[folder], *chosen.split(), *REST[folder].split()]))
 
 
 def failed(clone, test, limit):

@@ -96,8 +96,10 @@ def test_the_flags_that_a_resumed_run_may_change():
         module = load(f"recipes/{recipe}_cifar.py")
         own = re.findall(r"run.may_differ = \{(.*)\}", inspect.getsource(module.main))
         free |= {*module.Checkpoints.may_differ.split(), *re.findall(r"\w+", str(own))}
-    flags = {action.dest for parser in PARSERS.values() for action in parser._actions}
-    free = {"--" + name.replace("_", "-") for name in free & flags}
+    actions = [action for parser in PARSERS.values() for action in parser._actions]
+    assert all(action.help for action in actions)
+    free &= {action.dest for action in actions}
+    free = {"--" + name.replace("_", "-") for name in free}
     assert named == free - {"--output-dir", "--weights"}
 
 
