@@ -85,21 +85,18 @@ def hosts(tmp_path_factory):
 def launched(hosts, directory, script, *flags):
     """Start one `accelerate launch` of a copy on each host. Yield a function that waits for their
     ends, and returns their exit codes and what they printed."""
-    logs, running = [directory / f"{rank}.log" for rank in (0, 1)], []
+    logs = [directory / f"{rank}.log" for rank in (0, 1)]
     command = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
     command += ["--num_processes", 2, "--main_process_ip", "10.77.0.1"]
     command += ["--main_process_port", free_port()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth7"}
-    for rank, process in enumerate(hosts.values()):
-        words = [*command, "--machine_rank", rank, script, *FLAGS, *flags]
-        with open(logs[rank], "w") as log:
-            options = {"output": log, "namespaces": process.pid}
-            running.append(Launched(words, directory, environment, **options))
-    try:
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth7"}
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, process in enumerate(hosts.values()):
+            words = [*command, "--machine_rank", rank, script, *FLAGS, *flags]
+            options = {"output": logs[rank], "namespaces": process.pid}
+            running.append(stack.enter_context(Launched(words, directory, environment, **options)))
         yield lambda: ([host.wait() for host in running], [log.read_text() for log in logs])
-    finally:
-        for host in running:
-            host.kill()
 
 
 def test_two_hosts_train_like_one(hosts, tmp_path):
