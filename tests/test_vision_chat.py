@@ -161,22 +161,16 @@ def test_the_loss_is_that_of_transformers_however_a_batch_is_divided(args, proce
         inputs = lib.image_chat.pad_image_chats(processor, [sample])
         targets = inputs.pop("targets")
         labels = torch.cat([torch.full((1, 1), -100), targets[:, :-1]], dim=1)
-        if sample[2]:
-            losses.append(model(**inputs, labels=labels).loss)
-        else:
-            texts = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
-            losses.append(model(**texts, labels=labels).loss)
+        if not sample[2]:  # then there is a second text with a blank image
+            inputs = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
+        losses.append(model(**inputs, labels=labels).loss)
         counts.append((targets != -100).sum())
     exact = (torch.stack(losses) * torch.stack(counts)).sum() / sum(counts)
     expected = torch.autograd.grad(exact, parameters)
     for size in (1, 2, 4):
-        values = [
-            vision_chat.compute_loss(
-                model, lib.image_chat.pad_image_chats(processor, samples[i : i + size]), args
-            )
-            for i in range(0, 4, size)
-        ]
-        loss = loss_of_step(values)
+        parts = [samples[i : i + size] for i in range(0, 4, size)]
+        batches = [lib.image_chat.pad_image_chats(processor, part) for part in parts]
+        loss = loss_of_step([vision_chat.compute_loss(model, x, args) for x in batches])
         assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
         actual = torch.autograd.grad(loss, parameters)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
