@@ -4,7 +4,7 @@ import re
 import sys
 import tomllib
 import wave
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 
 import new
@@ -12,7 +12,7 @@ import numpy
 import torch
 from conftest import FEW_IMAGES
 from PIL import Image
-from processes import ROOT, forked
+from processes import ROOT, forked, train_forked
 
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
@@ -40,6 +40,16 @@ SMALLER = {
     "detection": FCOS,
     "segmentation": [("[3, 32, 64, 128]", "[3, 32, 32, 32]")],
 }
+MODELS = "bert", "clip", "llama", "qwen2_5_vl", "t5", "wav2vec2", "whisper"
+# What copies import, in trainings. The first of them imports it for all.
+IMPORTS = [
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    *(f"pyarrow.{name}" for name in ("dataset", "json", "parquet")),
+    *("peft", "rouge_score.rouge_scorer", "sacrebleu", "torch.profiler"),
+    "transformers.models.clip.tokenization_clip",
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+]
+train = partial(train_forked, imports=IMPORTS)
 
 
 def make(path, recipe, *examples, replaced=()):

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import accelerate
@@ -17,7 +18,7 @@ import pytest
 import running
 import torch
 import toy
-from composed import make
+from composed import IMPORTS, make
 from conftest import Exit, load
 from lazy import datasets, lib, validation
 from processes import execute
@@ -102,13 +103,6 @@ FLAGS_OF = {
     "reranker": ["--length", "32", "--negatives", "1"],
     "grpo": ["--lr", "1e-3", "--beta", "0.1"],
 }
-IMPORTS = ["transformers.models.t5.modeling_t5", "sacrebleu", "rouge_score.rouge_scorer"]
-IMPORTS += ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
-IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
-IMPORTS += [f"transformers.models.{name}.modeling_{name}" for name in ("wav2vec2", "whisper")]
-IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
-IMPORTS += ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
-IMPORTS += ["diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 
 
 def added(task, recipe, more=()):
@@ -191,34 +185,8 @@ def contents(data, seed=0, most=2000):
         yield tuple(numpy.asarray(x).tobytes() for x in tree_leaves(sample))
 
 
-@pytest.fixture
-def copy_of(directory, monkeypatch):
-    """A function that returns a copy with a task as a module, and a function that returns the flags
-    of its first command, with lists in place of some, and the DataLoaders."""
-
-    def copy_of(task):
-        monkeypatch.chdir(directory(task))
-        mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task), exits=True)
-
-        def loaders(**changed):
-            flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
-            flags = [x for flag in flags for x in changed.get(flag, [flag])]
-            monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
-            args = mine.parse_args("", mine.add_flags)
-            mine.set_batch_sizes(args, 1, 1)
-            Path(args.output_dir).mkdir(exist_ok=True)
-            return args, *mine.load_data(args, accelerate.Accelerator(cpu=True))
-
-        return mine, loaders
-
-    return copy_of
-
-
-@pytest.mark.parametrize("task", WITH_DATA)
-def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(task, copy_of):
+def assert_no_test_sample_is_trained_on(task, mine, args, train, test):
     """The training set has another order in each epoch."""
-    mine, loaders = copy_of(task)
-    args, train, test = loaders()
     trained, tested = train.dataset, {*contents(test.dataset)}
     orders = (getattr(mine, "Ordered", ()), getattr(mine, "ByLane", ()))
     is_ordered = isinstance(trained, orders)
@@ -261,16 +229,6 @@ def rows_in(path):
     return rows
 
 
-def shortened(flag):
-    """The name of a file with the first rows of one, or of the same folder."""
-    path = Path(flag)
-    if path.is_dir():
-        return flag
-    short = path.with_stem(f"{path.stem}-short")
-    short.write_text("".join(path.read_text().splitlines(keepends=True)[:64]))
-    return str(short)
-
-
 @cache
 def with_datasets(flag):
     """The rows of a flag as the `datasets` library saves them, and as a folder of Parquet files."""
@@ -287,39 +245,54 @@ def with_datasets(flag):
     return f"{flag}.saved", f"{flag}.files:train"
 
 
-def once(task):
-    """A parameter of the test. Some tasks read their rows by the functions of another one."""
-    redundant = task in {"balanced", "vit", "seq2seq", "masked_lm", "fine_tune_speech"}
-    return pytest.param(task, marks=[pytest.mark.redundant] * redundant)
+def other_sources(task):
+    """Yield {flag of its first command: flags in its place}, which name the same rows."""
+    flags = flags_of_rows(task)
+    folder = flags[0]
+    parts = [f"{folder}/train", f"{folder}/test"] if task in FOLDERS else flags
+    for sources in zip(*map(with_datasets, parts), strict=True):
+        if task in FOLDERS:
+            yield {folder: [sources[0], "--test", sources[1]]}
+        else:
+            yield {flag: [source] for flag, source in zip(flags, sources, strict=True)}
 
 
-@pytest.mark.parametrize("task", [once(task) for task in OF_ROWS])
-def test_all_sources_give_a_task_the_same_samples(task, copy_of):
-    _, loaders = copy_of(task)
-    flags = [shortened(flag) for flag in flags_of_rows(task)]
-    short = dict(zip(flags_of_rows(task), flags, strict=True))
-    _, *expected = loaders(**{flag: [file] for flag, file in short.items()})
-    folder = flags[0] if task in FOLDERS else None
-    flags = [f"{folder}/train", f"{folder}/test"] if folder else flags
-    for sources in zip(*map(with_datasets, flags), strict=True):
-        changed = {flag: [x] for flag, x in zip(short, sources, strict=False)}
-        if folder:
-            changed = {folder: [sources[0], "--test", sources[1]]}
-        _, *found = loaders(**changed)
-        for one, other in zip(found, expected, strict=True):
-            pair = ([*contents(x.dataset, most=50)] for x in (one, other))
-            assert next(pair) == next(pair), sources
-
-
-@pytest.mark.parametrize("task", [x for x in OF_ROWS if flags_of_rows(x)[0].endswith(".jsonl")])
-def test_a_row_without_a_value_or_with_one_of_another_type_is_one_line(task, copy_of):
-    _, loaders = copy_of(task)
-    flag = flags_of_rows(task)[0]
+def bad_sources(flag):
+    """Yield files whose second row is without a value, or has one of another type."""
     first, row, *_ = [json.loads(x) for x in Path(flag).read_text().splitlines()]
-    values = [(name, value) for name in row for value in (None, {"a": 1})]
-    for number, (name, value) in enumerate(values):
+    for number, (name, value) in enumerate(product(row, (None, {"a": 1}))):
         path = flag.replace(".jsonl", f"{number}.jsonl")
         toy.write_json_lines(Path(path), [first, row | {name: value}])
+        yield path
+
+
+@pytest.mark.parametrize("task", WITH_DATA)
+def test_each_source_gives_a_task_its_samples_and_none_of_the_test_to_training(
+    task, directory, monkeypatch
+):
+    """Random numbers are for training. A row that cannot be read is one line."""
+    monkeypatch.chdir(directory(task))
+    mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task), exits=True)
+
+    def loaders(**changed):
+        flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
+        flags = [x for flag in flags for x in changed.get(flag, [flag])]
+        monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
+        args = mine.parse_args("", mine.add_flags)
+        mine.set_batch_sizes(args, 1, 1)
+        Path(args.output_dir).mkdir(exist_ok=True)
+        return args, *mine.load_data(args, accelerate.Accelerator(cpu=True))
+
+    args, *both = loaders()
+    assert_no_test_sample_is_trained_on(task, mine, args, *both)
+    if task not in OF_ROWS:
+        return
+    expected = [[*contents(x.dataset, most=50)] for x in both]
+    for changed in other_sources(task):
+        _, *both = loaders(**changed)
+        assert [[*contents(x.dataset, most=50)] for x in both] == expected, changed
+    flag = flags_of_rows(task)[0]
+    for path in bad_sources(flag) if flag.endswith(".jsonl") else ():
         with pytest.raises(Exit) as error:
             loaders(**{flag: [path]})
         line = str(error.value)
