@@ -77,29 +77,24 @@ LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.conll": 100}
 LINES |= {"train.tsv": 96, "test.tsv": 16}
 # At these rates rounding is amplified little: no accuracy changes by a sample.
 OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
+OF_LENGTHS = "language_model by_length fine_tune mixture text_classification token_classification"
 FLAGS_OF = {
-    "photos": OF_PHOTOS,
-    "balanced": OF_PHOTOS,
+    **dict.fromkeys(("photos", "balanced"), OF_PHOTOS),
+    **{task: ["--length", "32"] for task in OF_LENGTHS.split()},
+    "masked_lm": ["--length", "32"],
     "tar_shards": ["--lr", "1e-3"],
     "segmentation": ["--lr", "1e-4", "--size", "16"],
     "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
     "fast_cifar": ["--data", "synthetic", "--model", "simple_cnn", "--lr", "1e-3"],
     "detection": ["--size", "128", "--batch-size", "2"],
     "speech": ["--layers", "1", "--width", "32"],
-    "language_model": ["--length", "32"],
-    "by_length": ["--length", "32"],
-    "fine_tune": ["--length", "32"],
-    "mixture": ["--length", "32"],
     "embeddings": ["--length", "32", "--lr", "1e-3"],
     "clip": ["--length", "16", "--lr", "1e-3"],
     "text_to_image": ["--epochs", "1", "--batch-size", "4"],
     "vit": ["--layers", "2", "--lr", "1e-4"],
-    "text_classification": ["--length", "32"],
     # A unit of bfloat16 more or less in one activation is beyond the bound of the loss.
     "sft": ["--base-dtype", "bfloat16", "--lr", "1e-5"],
-    "token_classification": ["--length", "32"],
     "seq2seq": ["--new-tokens", "4"],
-    "masked_lm": ["--length", "32"],
     "reranker": ["--length", "32", "--negatives", "1"],
     "grpo": ["--lr", "1e-3", "--beta", "0.1"],
 }

@@ -187,18 +187,13 @@ def test_a_base_that_embeds_in_another_way_ends_with_one_line(tmp_path, monkeypa
             lib.pooling.pooling_of(tmp_path)
 
 
-def test_a_temperature_is_at_least_that_of_clip():
-    model = torch.nn.Module()
-    model.forward = lambda tokens, attention_mask: SimpleNamespace(
-        last_hidden_state=F.one_hot(tokens, 9).float()
-    )
-    embeddings.with_pairs(model, "mean")
-    tokens = torch.tensor([[4, 4, -100]])
-    pairs = model(tokens, tokens[:, :2])
-    assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(20)
-    model.log_scale.data.fill_(9)
-    pairs = model(tokens, tokens)
-    assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(100)
+def test_a_temperature_begins_at_a_twentieth_and_is_at_least_that_of_clip(texts):
+    model = embeddings.build_model(SimpleNamespace(base=texts.directory / "bert")).eval()
+    tokens = torch.tensor([[4, 5, -100]])
+    for scale in (20, 100):
+        [[one, other]] = model(tokens, tokens[:, :2])
+        assert (one @ other).item() == pytest.approx(scale, rel=1e-4)
+        model.log_scale.data.fill_(9)
 
 
 def test_views_find_each_other_among_all_views():
