@@ -64,11 +64,7 @@ def make(path, recipe, *examples, replaced=()):
     return path
 
 
-@cache
-def distributions():
-    """{module: the package that has it}, of what is installed."""
-    found = metadata.packages_distributions()
-    return {name: x[0].lower().replace("_", "-") for name, x in found.items()}
+distributions = cache(metadata.packages_distributions)  # {module: packages that have it}
 
 
 def brought(package):
@@ -90,7 +86,8 @@ def assert_lists_its_packages(script, imported=""):
     found = re.findall(r"^ *(?:from (\w+)\S* import|import (\w+))", script + imported, re.MULTILINE)
     modules = {one or other for one, other in found}
     modules = {"torchvision" if name == "PIL" else name for name in modules}  # which brings it
-    packages = {distributions()[x] for x in modules - {*sys.stdlib_module_names, "infrastructure"}}
+    modules -= {*sys.stdlib_module_names, "infrastructure"}
+    packages = {distributions()[x][0].lower().replace("_", "-") for x in modules}
     names = {re.match(r"[\w-]+", x)[0] for x in listed}
     assert names <= packages <= names.union(*map(brought, names))
 

@@ -31,20 +31,13 @@ TEXTS = {name: "\n\n".join(new.description(name)[0]) for name in new.EXAMPLES}
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 TASKS = [name for name, text in TEXTS.items() if new.TRAIN in text]
 # What each task is composed with, where the recipe can have it.
+WITH_LORA = "fine_tune embeddings sft vision_chat grpo text_to_image"
 ADDED = {
-    "photos": [
-        *("ema", "best_weights", "auroc", "validation", "activation_checkpointing"),
-        "background_saves",
-    ],
-    "language_model": ["second_optimizer", "ema"],
-    "fine_tune": ["lora"],
-    "embeddings": ["lora"],
-    "sft": ["lora"],
-    "vision_chat": ["lora"],
-    "grpo": ["lora"],
-    "text_to_image": ["lora"],
-    "segmentation": ["lora", "trace", "best_weights"],
-    "distillation": ["second_optimizer"],
+    "photos": "ema best_weights auroc validation activation_checkpointing background_saves",
+    "language_model": "second_optimizer ema",
+    "segmentation": "lora trace best_weights",
+    "distillation": "second_optimizer",
+    **dict.fromkeys(WITH_LORA.split(), "lora"),
 }
 # In evaluations, too, their samples are drawn, by (seed, index).
 DRAWN = {"grpo", "masked_lm", "reranker", "text_to_image"}
@@ -58,14 +51,14 @@ COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
 # With lanes, a task is a stream of the Parquet files beside its data.
-OF_LANES = ["--lanes", "4", "--block", "4"]
+OF_LANES = "--lanes 4 --block 4"
 STREAMS = {
-    "fine_tune": ["--text", "toy/text-?.parquet", *OF_LANES],
-    "sft": ["--chats", "toy/chats-?.parquet", *OF_LANES],
-    "clip": ["--captions", "toy/captions-?.parquet", *OF_LANES],
-    "text_to_image": ["--images", "toy/captions-?.parquet", "--caption", "caption", *OF_LANES],
+    "fine_tune": f"--text toy/text-?.parquet {OF_LANES}",
+    "sft": f"--chats toy/chats-?.parquet {OF_LANES}",
+    "clip": f"--captions toy/captions-?.parquet {OF_LANES}",
+    "text_to_image": f"--images toy/captions-?.parquet --caption caption {OF_LANES}",
 }
-STREAMED = [(task, recipe, *flags) for task, flags in STREAMS.items() for recipe in RECIPES[task]]
+STREAMED = [(task, recipe, *x.split()) for task, x in STREAMS.items() for recipe in RECIPES[task]]
 # Copies of these bring most additions to the other recipes.
 IN_OTHERS = {"photos", "language_model"}
 # Two of these are unlike them: two models with a loss each, and samples of any length. Tests of
@@ -75,33 +68,31 @@ FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # Of the toy data, for four steps and an evaluation.
 LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.conll": 100}
 LINES |= {"train.tsv": 96, "test.tsv": 16}
-# At these rates rounding is amplified little: no accuracy changes by a sample.
-OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
 OF_LENGTHS = "language_model by_length fine_tune mixture text_classification token_classification"
 FLAGS_OF = {
-    **dict.fromkeys(("photos", "balanced"), OF_PHOTOS),
-    **{task: ["--length", "32"] for task in OF_LENGTHS.split()},
-    "masked_lm": ["--length", "32"],
-    "tar_shards": ["--lr", "1e-3"],
-    "segmentation": ["--lr", "1e-4", "--size", "16"],
-    "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
-    "fast_cifar": ["--data", "synthetic", "--model", "simple_cnn", "--lr", "1e-3"],
-    "detection": ["--size", "128", "--batch-size", "2"],
-    "speech": ["--layers", "1", "--width", "32"],
-    "embeddings": ["--length", "32", "--lr", "1e-3"],
-    "clip": ["--length", "16", "--lr", "1e-3"],
-    "text_to_image": ["--epochs", "1", "--batch-size", "4"],
-    "vit": ["--layers", "2", "--lr", "1e-4"],
+    # At these rates rounding is amplified little: no accuracy changes by a sample.
+    **dict.fromkeys(("photos", "balanced"), "--lr 1e-3 --size 32"),
+    "tar_shards": "--lr 1e-3",
+    "segmentation": "--lr 1e-4 --size 16",
+    "resnet20": "--data synthetic --global-batch-size 32 --lr 1e-3",
+    "fast_cifar": "--data synthetic --model simple_cnn --lr 1e-3",
+    "detection": "--size 128 --batch-size 2",
+    "speech": "--layers 1 --width 32",
+    **dict.fromkeys([*OF_LENGTHS.split(), "masked_lm"], "--length 32"),
+    "embeddings": "--length 32 --lr 1e-3",
+    "clip": "--length 16 --lr 1e-3",
+    "text_to_image": "--epochs 1 --batch-size 4",
+    "vit": "--layers 2 --lr 1e-4",
     # A unit of bfloat16 more or less in one activation is beyond the bound of the loss.
-    "sft": ["--base-dtype", "bfloat16", "--lr", "1e-5"],
-    "seq2seq": ["--new-tokens", "4"],
-    "reranker": ["--length", "32", "--negatives", "1"],
-    "grpo": ["--lr", "1e-3", "--beta", "0.1"],
+    "sft": "--base-dtype bfloat16 --lr 1e-5",
+    "seq2seq": "--new-tokens 4",
+    "reranker": "--length 32 --negatives 1",
+    "grpo": "--lr 1e-3 --beta 0.1",
 }
 
 
 def added(task, recipe, more=()):
-    names = [*ADDED.get(task, []), *["streaming"] * ("--lanes" in more)]
+    names = [*ADDED.get(task, "").split(), *["streaming"] * ("--lanes" in more)]
     return [name for name in names if recipe in RECIPES[name]]
 
 
@@ -163,7 +154,7 @@ def test_a_copy_with_an_example_passes_make_check(
     examples = task, *added(task, recipe, more)
     copy = f"{'_'.join(examples)}_{recipe}.py"
     make(Path(copy), recipe, *examples)
-    flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, []), *more]
+    flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, "").split(), *more]
     flags += ["--processes", *("12" if recipe == "ddp" else "2")]
     monkeypatch.setattr(sys, "argv", ["check.py", copy, *flags])
     with pytest.raises(SystemExit) as ended:
@@ -270,7 +261,7 @@ def test_each_source_gives_a_task_its_samples_and_none_of_the_test_to_training(
     mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task), exits=True)
 
     def loaders(**changed):
-        flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
+        flags = [*commands(task)[1], *FLAGS_OF.get(task, "").split(), "--batch-size", "8"]
         flags = [x for flag in flags for x in changed.get(flag, [flag])]
         monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
         args = mine.parse_args("", mine.add_flags)

@@ -100,16 +100,11 @@ def args_of(run):
     return SimpleNamespace(**{**run.summary, "output_dir": run.directory})
 
 
-@pytest.fixture
-def labelled(data):
-    """Texts for the test, and their labels."""
+def test_the_scores_of_a_run_are_those_of_its_saved_model_text_by_text(runs):
+    """An adapter has the new head. It is loaded twice, onto one that is random each time."""
+    run = runs["text_classification"]
     columns = ("text", rows.nonempty_text), ("label", rows.class_name)
-    texts, labels = zip(*rows.read_rows(str(data / "texts/test.jsonl"), *columns), strict=True)
-    return [*texts], [*labels]
-
-
-def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs, labelled):
-    run, (texts, truth) = runs["text_classification"], labelled
+    texts, truth = map(list, zip(*rows.read_rows(run.summary["test"], *columns), strict=True))
     classify = transformers.pipeline("text-classification", str(run.directory), device="cpu")
     assert [*classify.model.config.id2label.values()] == ["3", "20", "100"]
     predicted = [int(x["label"]) for x in classify(texts)]
@@ -118,10 +113,7 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs, labelled)
     assert run.summary["test_macro_f1"] == close(exact)
     assert run.summary["test_accuracy"] == close(sklearn.metrics.accuracy_score(truth, predicted))
 
-
-def test_an_adapter_has_the_new_head_of_a_classifier(runs, labelled):
-    """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
-    run, (texts, truth) = runs["text_classification lora"], labelled
+    run = runs["text_classification lora"]
     auto = transformers.AutoModelForSequenceClassification
     options = {"tokenizer": str(run.directory), "device": "cpu"}
     truth = [f"LABEL_{[3, 20, 100].index(x)}" for x in truth]
