@@ -120,19 +120,25 @@ def test_a_bad_row_is_named_by_its_number_and_the_file_before_it_stays(cores, re
     assert [*(tmp_path / "run").iterdir()] == before
 
 
-def test_counts_of_two_sources_are_added_once_also_in_a_restart(read, tmp_path, monkeypatch):
-    """Where workers are forked with what was counted before, and where there are none."""
+def test_counts_and_digests_of_two_sources_are_those_of_a_restart(read, tmp_path, monkeypatch):
+    """Where workers are forked with what was counted before, and where there are none. A resumed
+    run compares the digests as it does flags."""
     args = SimpleNamespace(output_dir=tmp_path / "run")
     monkeypatch.setattr(once.os, "sched_getaffinity", lambda _: range(3))
     for name, number in (("train", 300), ("test", 7)):
         text = "".join(json.dumps({"n": n}) + "\n" for n in range(number))
         (tmp_path / f"{name}.jsonl").write_text(text)
     for function in (make, make_nothing):
+        args.tokens = {}
         COUNTS.clear()
         for name in ("train", "test", "train"):
             path = str(tmp_path / f"{name}.jsonl")
             once.made_once(args, path, "a number n", function, "", COUNTS)
         assert COUNTS == {"rows": 300 + 7 + 300}
+        digests = args.tokens
+    (tmp_path / "test.jsonl").write_text(text.replace("5", "8"))
+    once.made_once(args, path.replace("train", "test"), "a number n", make, "", COUNTS)
+    assert [x for x in digests if digests[x] != args.tokens[x]] == [path.replace("train", "test")]
 
 
 def test_a_missing_file_is_the_line_of_all_readers(read):

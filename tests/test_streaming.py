@@ -266,7 +266,7 @@ def test_files_that_are_missing_changed_or_wrong_are_one_line_with_their_name(te
     named = flags_of(texts, texts / "0.parquet")
     lacking = "0.parquet has the columns number, text, not body: name others by --columns"
     cases[lacking] = [script, *named, "--columns", "body"]
-    small = [("psutil.virtual_memory().available", "1")]
+    small = [("available_memory() / 2**30", "0")]
     full = make(tmp_path / "full.py", "ddp", "fine_tune", "streaming", replaced=small)
     cases["0.0 GB of memory, 0.0 GB are free: set fewer --lanes"] = [full, *named]
     assert_one_line(cases, tmp_path, statuses=(1, 2), imports=["transformers.models.llama"])
