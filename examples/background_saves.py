@@ -10,13 +10,11 @@ second copy of its states in host memory; where that does not fit, saves stay in
 Group: additions. Recipes: ddp, amp, pipeline, sharded.
 """
 
-import re
 import sys
 import threading
 import time
 from concurrent import futures
 from copy import copy
-from pathlib import Path
 
 import torch
 from torch import distributed
@@ -32,6 +30,7 @@ from ddp_cifar import (
     Checkpoints,
     log_line,
 )
+from lib.memory import available_memory
 
 
 class BackgroundSaves:
@@ -115,19 +114,3 @@ def raise_if_too_large(states, ranks):
     available = available_memory()
     if needed > available:
         raise MemoryError(f"{needed / 2**30:.1f} GiB of {available / 2**30:.1f} GiB")
-
-
-def available_memory():
-    """Return the bytes that this machine, and the container or job in it, can still give."""
-    kib = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]
-    available = [int(kib) * 1024]
-    group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
-    for folder in (Path("/sys/fs/cgroup", group), *Path("/sys/fs/cgroup", group).parents):
-        limit = folder / "memory.max"
-        if limit.exists() and limit.read_text() != "max\n":
-            cache = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.M)[
-                1
-            ]
-            used = int((folder / "memory.current").read_text()) - int(cache)
-            available.append(int(limit.read_text()) - used)
-    return min(available)

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -33,8 +34,9 @@ RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
 FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
 FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync")]
 SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
-# The test files that reach a function of this name, class or file, the quickest first. The others
-# are those of `recipes`.
+# The test files that reach a function of this name, class or file, the quickest first. Others have
+# those of `recipes`. Then come the REST.
+REST = {"recipes": "configs data launch ranks recipes hangs readme", "tools": ""}
 TESTS = {
     "recipes": "errors own_mistakes training checkpoints resume interruption",
     "Checkpoints": "checkpoints resume sharded own_mistakes",
@@ -47,6 +49,9 @@ TESTS = {
     "join_process_group": "launch ranks interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
     "load_weights": "errors own_mistakes tracker_and_weights",
+    "add_technique_flags": "recipes readme amp sharded",
+    "parse_args": "errors readme",
+    "set_batch_sizes": "configs",
     "ImageTensors": "data training",
     "SeededSamples": "data training own_mistakes recipes",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
@@ -142,12 +147,12 @@ def listed(only):
 
 
 def tests_of(key):
-    """Return the tests of a mutant: the quickest first, then those of its function."""
+    """Return the tests of a mutant: the quickest first, then those of its function, the REST."""
     path, name, *_ = key.split(" ")
-    smoke = SMOKE[path.partition("/")[0]]
+    folder = path.partition("/")[0]
     names = *name.split(".")[::-1], path, "recipes"
     chosen = next(TESTS[x] for x in names if x in TESTS)
-    return list(dict.fromkeys([smoke, *chosen.split()]))
+    return list(dict.fromkeys([SMOKE[folder], *chosen.split(), *REST[folder].split()]))
 
 
 def failed(clone, test, limit):
@@ -184,6 +189,8 @@ def run(chosen, found, known, limit):
         clone = Path(temporary, "clone")
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
         (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
+        for path in (clone / "pyproject.toml", *clone.glob("constraints*.txt")):
+            os.utime(path, (0, 0))  # or make would install the clone
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
         sys.path[0] = str(clone / "tests")
         server = importlib.import_module("conftest").fork_server()
@@ -192,7 +199,9 @@ def run(chosen, found, known, limit):
             began = time.monotonic()
             seen = known[key, function] = examine(clone, key, path, mutated, limit)
             for process in psutil.Process(server.pid).children(recursive=True):
-                process.kill()
+                with suppress(psutil.Error):  # it has ended
+                    if "resource_tracker" not in " ".join(process.cmdline()):  # the server's own
+                        process.kill()
             subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
             seconds = round(time.monotonic() - began)
             line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}

@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
 
 def run(command, cwd=ROOT, check=True, timeout=600, **env):
@@ -115,7 +114,7 @@ class Ranks:
             numbers |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
             own = {name: str(x) for name, x in numbers.items() if size > 1} | run.get("env", {})
             command = [sys.executable, run["script"], *run["flags"]]
-            how = {"env": {**env, **own}, "output": output, "imports": imports, "tracked": True}
+            how = {"env": {**env, **own}, "output": output, "imports": imports}
             how["ignored"] = run.get("ignored", ())
             self.ranks.append(Launched(command, run.get("directory", directory), **how))
         if self.master:
@@ -219,8 +218,8 @@ def fork_server():
     listener.bind(f"\0forked-{os.getpid()}")
     listener.listen(100)
     program = [sys.executable, ROOT / "tests/programs/forked.py", str(listener.fileno())]
-    program.append("-" * 2**14)  # room for the command lines that its forks show
-    environment = {**os.environ, **PROGRAMS, "CUDA_VISIBLE_DEVICES": "", "ROOM": "-" * 2**14}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["ROOM"] = "-" * 2**14  # for the environments that its forks show
     options = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "env": environment}
     os.environ["FORK_SERVER"] = listener.getsockname().decode()[1:]
     return subprocess.Popen(program, **options)

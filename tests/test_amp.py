@@ -33,7 +33,8 @@ def choose(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bf16})
+        capabilities = {"avx2": True, "avx512_bf16": bf16}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
         args = SimpleNamespace(precision=flag, cpu=not gpu)
         recipe.set_precision(args)
         assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no", "it would refuse the flag's"

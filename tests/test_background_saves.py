@@ -27,7 +27,7 @@ FLAGS = [*CNN, "--batch-size", 16, "--max-steps", 8, "--checkpoint-every", 1, "-
 def train(recipe, directory, *cases):
     """[exit codes, output] of a recipe's training into whole/, and of a copy's with the addition:
     (directory, environment, more flags)."""
-    own = project("background").replace("from background_saves import available_memory\n", "")
+    own = project("background").replace("from lib.memory import available_memory\n", "")
     own = DISTURBED + own
     script = make(directory / "mine.py", recipe, "background_saves")
     end = '\n\nif __name__ == "__main__":'

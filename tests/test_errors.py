@@ -3,6 +3,7 @@ that is called here with an `exit_with_error` that raises an exception; the othe
 
 import pickle
 import sys
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -49,12 +50,17 @@ def test_a_copys_own_defaults_and_flags_win(monkeypatch, capsys):
     )
 
 
-def test_a_launcher_that_is_told_to_use_the_cpu_is_heard(monkeypatch):
+def test_a_launcher_that_is_told_to_use_the_cpu_is_heard_if_it_starts_all_processes(monkeypatch):
+    """As `accelerate launch --cpu --num_processes 2` does not: it sets a port, and starts one."""
     monkeypatch.setattr(sys, "argv", ["ddp_cifar.py"])
-    for value in ("true", "false"):
-        monkeypatch.setenv("ACCELERATE_USE_CPU", value)
-        args = recipe.parse_args("", recipe.add_flags, recipe.add_technique_flags)
-        assert args.cpu == (value == "true")
+    parse = partial(recipe.parse_args, "", recipe.add_flags, recipe.add_technique_flags)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert parse().cpu
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(Exit, match="give --cpu to the recipe alone"):
+        parse()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert not parse().cpu
 
 
 def test_an_output_directory_that_cannot_be_written_is_one_line(tmp_path):

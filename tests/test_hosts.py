@@ -17,7 +17,7 @@ from conftest import (
     assert_same_training,
     copy,
 )
-from processes import PROGRAMS, ROOT, Launched, free_port, outputs, train_forked, wait_until
+from processes import ROOT, Launched, free_port, outputs, train_forked, wait_until
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def launched(hosts, directory, script, *flags):
     command = [ACCELERATE, "launch", "--config_file", ROOT / "accelerate_configs/nodes.yaml"]
     command += ["--num_processes", 2, "--main_process_ip", "10.77.0.1"]
     command += ["--main_process_port", free_port()]
-    environment = {**os.environ, **PROGRAMS, "GLOO_SOCKET_IFNAME": "eth7"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth7"}
     for rank, process in enumerate(hosts.values()):
         words = [*command, "--machine_rank", rank, script, *FLAGS, *flags]
         with open(logs[rank], "w") as log:

@@ -5,7 +5,7 @@ import sys
 import memory
 import pytest
 from conftest import SYNTHETIC_DATA, copy, load, project
-from processes import PROGRAMS, ROOT, train_forked
+from processes import ROOT, train_forked
 
 MODEL = project("memory_models")
 IMAGES = SYNTHETIC_DATA, "synthetic_images(768, seed=1), synthetic_images(64, seed=2)"
@@ -26,10 +26,11 @@ def held(tmp_path_factory):
         copy(f"{technique}_cifar", script, IMAGES, project=MODEL + project("memory_counted"))
         flags = ["--data", "synthetic", "--cpu", "--max-steps", 3, "--batch-size", 64, *flags]
         runs.append((2, script, flags))
-    path = {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{PROGRAMS['PYTHONPATH']}"}
     return {
         technique: [int((run.directory / f"peak-{rank}").read_text()) for rank in (0, 1)]
-        for technique, run in zip(CASES, train_forked(directory, *runs, **path), strict=True)
+        for technique, run in zip(
+            CASES, train_forked(directory, *runs, PYTHONPATH=f"{ROOT}/benchmarks"), strict=True
+        )
     }
 
 

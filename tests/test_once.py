@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,9 +29,14 @@ def make_nothing(row):
 
 
 @pytest.fixture
-def read(tmp_path, monkeypatch):
+def args(tmp_path):
+    return SimpleNamespace(output_dir=tmp_path / "run", tokens={})
+
+
+@pytest.fixture
+def read(args, tmp_path, monkeypatch):
     """A function that reads some rows of a file with a key, by one worker for 100 of them, and
-    returns what is made and how often the rows are counted."""
+    returns what is made."""
     monkeypatch.setattr(once, "ROWS_OF_A_WORKER", 100)
 
     def rows(numbers, function=make, key="", cores=3, name="rows"):
@@ -39,7 +45,6 @@ def read(tmp_path, monkeypatch):
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
         monkeypatch.setattr(once.os, "sched_getaffinity", lambda _: range(cores))
-        args = SimpleNamespace(output_dir=tmp_path / "run")
         return once.made_once(args, str(path), "a number n", function, key, COUNTS)
 
     COUNTS.clear()
@@ -62,24 +67,33 @@ def test_rows_are_those_of_a_loop_by_any_number_of_workers_and_are_made_once(num
     assert len(read(range(number + 1), cores=cores)[1]) == number + 1, "the rows have changed"
 
 
-def test_counts_of_two_sources_are_added_once_also_in_a_restart(read):
-    """Where workers are forked with what was counted before, and where there are none."""
+def test_counts_and_digests_of_two_sources_are_those_of_a_restart(read, args):
+    """Where workers are forked with what was counted before, and where there are none. A resumed
+    run compares the digests as it does flags."""
+    digests = []
     for function in (make, make_nothing):
         COUNTS.clear()
         for name, number in (("train", 300), ("test", 7), ("train", 300)):
             read(range(number), function, name=name)
         assert COUNTS == {"rows": 300 + 7 + 300}
+        digests.append(args.tokens)
+        args.tokens = {}
+    assert digests[0] == digests[1]
+    read(range(300), name="train")
+    read([*range(6), 8], name="test")
+    changed = [x for x in digests[0] if digests[0][x] != args.tokens[x]]
+    assert [Path(x).stem for x in changed] == ["test"]
 
 
 @pytest.mark.parametrize("cores", [1, 3])
-def test_a_bad_row_is_named_by_its_number_and_the_file_before_it_stays(cores, read, tmp_path):
+def test_a_bad_row_is_named_by_its_number_and_the_file_before_it_stays(cores, read, args):
     read(range(300), cores=cores)
-    before = [*(tmp_path / "run").iterdir()]
+    before = [*args.output_dir.iterdir()]
     with pytest.raises(Exit, match=r"rows.jsonl, row 251: .* Each row needs a number n"):
         read([*range(250), None, *range(99)], cores=cores)
-    assert [*(tmp_path / "run").iterdir()] == before
+    assert [*args.output_dir.iterdir()] == before
     with pytest.raises(Exit, match=r"none.jsonl: no such file. Name a file, a folder"):
-        once.made_once(SimpleNamespace(output_dir="run"), "none.jsonl", "", make, "", COUNTS)
+        once.made_once(args, "none.jsonl", "", make, "", COUNTS)
 
 
 # The toy data of a task, and its flags.

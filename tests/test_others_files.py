@@ -97,14 +97,6 @@ def test_an_id_that_is_none_is_replaced(text, tmp_path, monkeypatch):
     assert len(bytes.fromhex((tmp_path / "run.id").read_text())) == 8
 
 
-def test_a_launcher_that_starts_one_process_of_two_is_an_error(tmp_path):
-    """As `accelerate launch --cpu --num_processes 2` does."""
-    env = {"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}
-    one = {"processes": 1, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path}
-    ((codes, output),) = forked([{**one, "flags": ["--data", "synthetic"], "env": env}], tmp_path)
-    assert codes == [2] and "give --cpu to the recipe alone" in output
-
-
 @pytest.mark.skipif(os.getuid(), reason="needs root, to give a folder to another user")
 def test_what_another_user_has_compiled_is_not_run(tmp_path):
     """As that of whoever first made the folder in /tmp that torch takes by default."""

@@ -58,6 +58,7 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(tm
         assert_same_training(result, reference, ROUNDING, {"grad_norm"})  # pipeline's is in float32
         # The copy has its own name and flags, and not those of the example.
         assert output.count('"recipe": "mine"') == 1 and "_cifar" not in output, output
+        assert result.summary["precision"] == "fp32"
         assert "workers" in result.summary and "data_dir" not in result.summary
     assert {"loss", "largest", "below"} < reference.train[0].keys()
     assert len(reference.train) == 6 and reference.train[-1]["loss"] < reference.train[0]["loss"]

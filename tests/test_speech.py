@@ -11,10 +11,9 @@ import numpy
 import pytest
 import torch
 import toy
-from composed import make, write_wav
+from composed import make, train, write_wav
 from conftest import ROUNDING_FLOAT32, Exit
 from lazy import fine_tune_speech, lib, sacrebleu, speech, transformers
-from processes import train_forked
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
@@ -22,8 +21,6 @@ from lib import utterances
 
 pytestmark = pytest.mark.slow
 
-IMPORTS = ["transformers.models.wav2vec2.modeling_wav2vec2"]
-IMPORTS += ["transformers.models.whisper.modeling_whisper"]
 close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
@@ -146,7 +143,7 @@ def test_loss_and_errors_of_a_run_are_those_of_transformers_for_each_utterance(
     lists = ["--train", data / "speech/train.tsv", "--test", data / "speech/test.tsv"]
     flags = [*lists, "--cpu", "--batch-size", 4, "--max-steps", 2, "--lr", 1e-3]
     flags += ["--base", data / kind, *language]
-    (run,) = train_forked(tmp_path, (2, script, flags), imports=IMPORTS)
+    (run,) = train(tmp_path, (2, script, flags))
     pipeline = partial(transformers.pipeline, "automatic-speech-recognition")
     trained, base = pipeline(str(run.directory)), pipeline(str(data / kind))
     trained.model.config.ctc_loss_reduction, trained.model.config.ctc_zero_infinity = "sum", True

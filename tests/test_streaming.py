@@ -251,7 +251,7 @@ def test_files_that_are_missing_changed_or_wrong_are_one_line_with_their_name(
     }
     for said, arguments in cases.items():
         if "memory" in said:
-            monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1))
+            monkeypatch.setattr(lib.row_groups, "available_memory", lambda: 1)
         with pytest.raises((Exit, OSError)) as error:
             read(*arguments)
         assert said in str(error.value) and "\n" not in str(error.value)

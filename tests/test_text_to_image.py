@@ -10,17 +10,13 @@ import pytest
 import torch
 import torchvision
 import toy
-from composed import make
+from composed import make, train
 from conftest import load
 from lazy import diffusers, lib, text_to_image, transformers
 from PIL import Image
-from processes import train_forked
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
-
-IMPORTS = ["peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
-IMPORTS += ["diffusers.models.unets.unet_2d_condition", "transformers.models.clip.modeling_clip"]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +148,7 @@ def test_diffusers_loads_the_adapter_of_a_run_and_makes_its_images(base, args, t
     script = make(tmp_path / "mine.py", "ddp", "text_to_image", "lora")
     flags = ["--cpu", "--base", base, "--images", args.images, "--size", 32, "--batch-size", 8]
     flags += ["--prompt", "a red ellipse on blue", "--lr", 1e-2, "--max-steps", 3]
-    (run,) = train_forked(tmp_path, (1, script, flags), imports=IMPORTS)
+    (run,) = train(tmp_path, (1, script, flags))
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(base)
     options = {"num_inference_steps": 2, "num_images_per_prompt": 4, "output_type": "pt"}
     options |= {"height": 32, "width": 32}

@@ -113,6 +113,7 @@ def test_the_learning_rate_warms_up_then_decays_and_is_above_0_in_each_step(tota
         scheduler.step()
     assert all(0 < rate <= 0.2 for rate in rates)
     assert scheduler.get_last_lr()[0] < 1e-5
+    assert optimizer.param_groups[0]["momentum"] == 0.9, "some schedules change it"
     if total_steps == 100:
         peak = rates.index(max(rates))
         assert peak == 29 and rates[0] == pytest.approx(0.2 / 25)

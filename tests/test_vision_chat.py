@@ -7,17 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import loss_of_step, make
+from composed import loss_of_step, make, train
 from conftest import ROUNDING_FLOAT32, Exit
 from lazy import lib, transformers, vision_chat
 from PIL import Image
-from processes import train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-IMPORTS = ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft"]
-IMPORTS += ["transformers.models.qwen2_vl.video_processing_qwen2_vl"]
 BEFORE_CONTENT, BEHIND_CONTENT = "<|{{ x.role }}|>", "{% endfor %}{% if add_generation_prompt"
 
 
@@ -258,7 +255,7 @@ def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
     whole = make(tmp_path / "whole.py", "ddp", "vision_chat")
     adapted = make(tmp_path / "adapted.py", "sharded", "vision_chat", "lora")
     runs = (2, whole, [*flags, "--train-vision"]), (2, adapted, flags)
-    runs = train_forked(tmp_path, *runs, imports=IMPORTS)
+    runs = train(tmp_path, *runs)
     args = arguments(folder, "qwen")
     args.output_dir = tmp_path
     for run, part in zip(runs, ("", "adapter"), strict=True):

@@ -85,7 +85,8 @@ def made_once(args, source, form, make, key, counts, rows=parsed_rows):
     tensors (N, ...), `kept` in --output-dir: all samples, `Ragged`, and how many each row has, (R,)
     int64. All cores of a machine make it: again if the source, `key`, the versions or this file,
     and so a copy's code, have changed. What `make` counts in `counts`, a Counter, is in the file,
-    too. Exit with an error as `read_lines` does."""
+    too. In `args.tokens` each source has a digest of its samples, which a resumed run compares with
+    that of its checkpoint. Exit with an error as `read_lines` does."""
     before = counts.copy()
     counts.clear()  # or they would be in the file, too
     if RANK == 0:  # a rank that finds the file needs no data
@@ -98,6 +99,7 @@ def made_once(args, source, form, make, key, counts, rows=parsed_rows):
     made = kept(path, key, lambda: make_all(source, form, make, counts, rows))
     counts.update(before)
     counts.update(made["counts"])
+    args.tokens = {**vars(args).get("tokens", {}), str(source): made["digest"]}
     return Ragged(made["values"], made["offsets"][:-1], made["offsets"][1:]), made["per_row"]
 
 
@@ -164,7 +166,7 @@ class Chunks(IterableDataset):
 
 def make_all(source, form, make, counts, rows):
     """Return what `made_once` keeps: {"values": the samples of all rows, one behind the other,
-    "offsets": where they begin, and the end, (S + 1,) int64, "per_row", "counts"}."""
+    "offsets": where they begin, and the end, (S + 1,) int64, "per_row", "counts", "digest"}."""
     total = number_of_rows(source, rows)
     workers = min(len(os.sched_getaffinity(0)), total // ROWS_OF_A_WORKER)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns of each fork
@@ -186,7 +188,10 @@ def make_all(source, form, make, counts, rows):
     )
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     made = {"values": values, "offsets": offsets, "per_row": per_row}
-    return {**made, "counts": dict(all_counts)}
+    digest = hashlib.sha256()
+    for array in made.values():
+        digest.update(array.numpy())
+    return {**made, "counts": dict(all_counts), "digest": digest.hexdigest()[:12]}
 
 
 def rows_in(part):

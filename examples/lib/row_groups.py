@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import fsspec
-import psutil
 import pyarrow
 import torch
 from accelerate.utils import broadcast_object_list
@@ -31,6 +30,7 @@ from ddp_cifar import (
     positive,
     replace_file,
 )
+from lib.memory import available_memory
 from lib.order import ByLane
 from lib.progress import with_progress
 
@@ -263,7 +263,7 @@ class Stream(ByLane):
 
 
 def check_memory(source, train_set, args):
-    """Log what the workers read. Exit with an error if this machine has not enough memory."""
+    """Log what the workers read. Exit with an error if that exceeds the memory."""
 
     def size(group):
         return group[2].row_group(group[3]).total_byte_size
@@ -281,7 +281,7 @@ def check_memory(source, train_set, args):
     workers = LOCAL_WORLD_SIZE * max(1, args.workers)
     kept = min(lanes + AHEAD / largest.num_rows, len(rows.groups))
     needed = 2 * workers * kept * megabytes / 2**10  # each is decoded from its bytes
-    free = psutil.virtual_memory().available / 2**30
+    free = available_memory() / 2**30
     if needed > free:
         why = f"its row groups would take {needed:.1f} GB of memory, {free:.1f} GB are free"
         exit_with_error(f"{source}: {why}: set fewer --lanes")

@@ -6,7 +6,7 @@ connection brings one request, a line of JSON:
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
      "ignored": numbers of the signals that it ignores at its start, "namespaces": pid of a process
      whose network, host name and mounts it has, "tee": all that it prints goes through tee(1), in
-     its process group, to this file, "tracked": it has the server's resource tracker}
+     its process group, to this file}
 
 It is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`,
 whose stdin, stdout and stderr come through the socket. What these start as `python ...` are forks,
@@ -57,7 +57,7 @@ def start_command(request, descriptors, connection):
             os.dup2(descriptor, number)
         if request.get("terminal"):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        close_files_but({resource_tracker._resource_tracker._fd} if request.get("tracked") else ())
+        close_files_but({resource_tracker._resource_tracker._fd})
         enter_namespaces(request.get("namespaces"))
         os.chdir(request["directory"])
         for number in SIGNALS:  # also where these tests run in the background
@@ -118,5 +118,6 @@ def answer(connection):
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, which other programs do not see
     resource_tracker.ensure_running()  # one for all, instead of one for each process
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -7,8 +7,8 @@ import json
 import os
 import time
 
-from background_saves import available_memory
 from ddp_cifar import RANK, main, train_step
+from lib.memory import available_memory
 
 disturbed_step, disturbed_main, plain_memory = train_step, main, available_memory
 slow = json.loads(os.environ.get("SLOW", "[-1, 0, 0]"))
