@@ -46,10 +46,8 @@ def of_detection(path):
 
 
 def of_clip(path):
-    def tokenize(caption):
-        return {"input_ids": [1]}
-
-    return lib.captions.Captioned([(path, "")], tokenize, v2.Identity())[0][0]
+    tokens = {"input_ids": [1]}
+    return lib.captions.Captioned([(path, "")], lambda caption: tokens, v2.Identity())[0][0]
 
 
 def of_segmentation(path):
