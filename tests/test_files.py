@@ -361,6 +361,39 @@ def test_windows_of_files_of_tokens_lie_one_after_the_other(kind, width, tmp_pat
     assert len(train) == len(expected) and [x.tolist() for x in test] == [parts[1].tolist()]
 
 
+@pytest.mark.parametrize("by_order", [True, False])
+def test_a_tenth_of_a_table_is_the_test_set_and_the_columns_file_gives_its_rows_back(
+    by_order, tmp_path
+):
+    """The last tenth, or rows drawn in the same way for any seed. The statistics are of the others
+    alone."""
+    columns = {name: numpy.random.default_rng(ord(name)).normal(5, 3, 47) for name in "yab"}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    args = SimpleNamespace(table=str(tmp_path / "t.parquet"), target="y", by_order=by_order)
+    args.batch_size, args.output_dir = 9, tmp_path
+    splits = []
+    for args.seed in (0, 1):
+        loaders = table.load_data(args, SimpleNamespace(device="cpu"))
+        splits.append([loader.dataset.values.double().numpy() for loader in loaders])
+    (train, test), (_, same) = splits
+    assert (len(train), len(test)) == (43, 4) and (test == same).all()
+    assert abs(train.mean(0)).max() < 1e-6
+    saved = json.loads((tmp_path / "columns.json").read_text())
+    assert saved["names"] == ["a", "b", "y"], "the target at the end"
+    rows = numpy.concatenate((train, test)) * saved["std"] + saved["mean"]
+    expected = numpy.stack([columns[name] for name in "aby"], axis=1)
+    assert (rows == pytest.approx(expected, abs=1e-5)) == by_order
+    by_target = [x[x[:, 2].argsort()] for x in (rows, expected)]
+    assert by_target[0] == pytest.approx(by_target[1], abs=1e-5)
+
+
+def test_the_errors_of_a_table_are_those_of_each_row():
+    model, inputs, targets = torch.nn.Linear(3, 1), torch.randn(5, 3), torch.randn(5)
+    values = table.compute_loss(model, (inputs, targets), None)
+    errors = torch.cat([model(x) - y for x, y in zip(inputs, targets, strict=True)])
+    torch.testing.assert_close(values, {"loss": errors**2, "absolute_error": errors.abs()})
+
+
 # --------------------------------------------------------------------- names in place of files
 NAMES = ["O", "B-LOC"]
 ROWS = [

@@ -1,21 +1,26 @@
 """Image files in each example that reads some: as they were meant, or an error with their name.
-What detection computes, against torchvision and a calculation by hand."""
+What detection and vit compute, against torchvision, formulas and a calculation by hand."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from composed import of_coco
+import torchvision
+from composed import make, of_coco, write_photos
 from conftest import ROUNDING_FLOAT32, Exit
-from lazy import datasets, detection, lib, photos, segmentation, tar_shards
+from lazy import datasets, detection, lib, lora, photos, segmentation, tar_shards, vit
 from PIL import Image
+from processes import train_forked
 from torch.nn.functional import avg_pool2d
 from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
 
+from ddp_cifar import SeededSamples
 from lib import coco, fcos
 from lib.images import read_image
+from lib.mixed import Mixed
 
 pytestmark = pytest.mark.slow
 
@@ -337,3 +342,119 @@ def test_a_dataset_has_boxes_as_corners_which_are_flipped_with_the_image(tmp_pat
     args = SimpleNamespace(train=[tmp_path, path], test=[tmp_path, other], classes=3)
     with pytest.raises(Exit, match=r"b\.json have other categories"):
         detection.load_data(args, None)
+
+
+# -------------------------------------------------------------------------------------------- vit
+@pytest.fixture
+def small(tmp_path):
+    """The flags of a ViT with two layers, and of 24 photos, 6 of which are for the test."""
+    sizes = {"size": 16, "patch": 8, "width": 64, "layers": 2}
+    folder = write_photos(tmp_path / "photos", 24)
+    return SimpleNamespace(photos=folder, test=None, lr=0.5, layer_decay=0.5, **sizes)
+
+
+DECAYING = "self_attention.in_proj_weight self_attention.out_proj.weight mlp.0.weight mlp.3.weight"
+DECAYING = [f"encoder.layers.encoder_layer_{i}.{x}" for i in (0, 1) for x in DECAYING.split()]
+DECAYING += ["conv_proj.weight", "heads.head.weight"]
+SHARES = {"class_token": 1 / 8, "conv_proj": 1 / 8, "encoder.pos_embedding": 1 / 8}
+SHARES |= {"encoder.layers.encoder_layer_0": 1 / 4, "encoder.layers.encoder_layer_1": 1 / 2}
+SHARES |= {"encoder.ln": 1, "heads": 1}
+
+
+def test_each_layer_has_its_rate_and_only_matrices_decay(small):
+    model = vit.build_model(small)
+    optimizer, _ = vit.make_optimizer(model, small, 9)
+    groups = {x: group for group in optimizer.param_groups for x in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(groups)
+    for name, parameter in model.named_parameters():
+        (share,) = (share for prefix, share in SHARES.items() if name.startswith(prefix))
+        group = groups[parameter]
+        assert group["max_lr"] == 0.5 * share, name
+        assert group["weight_decay"] == 0.05 * (name in DECAYING), name
+
+
+def test_all_tensors_of_torchvisions_vit_fit_but_the_heads(small):
+    sizes = {"size": 224, "patch": 16, "width": 768, "layers": 12}
+    args = SimpleNamespace(**{**vars(small), **sizes})
+    with torch.device("meta"):
+        models = vit.build_model(args), torchvision.models.vit_b_16()
+    ours, theirs = ({k: x.shape for k, x in model.state_dict().items()} for model in models)
+    assert ours.keys() == theirs.keys()
+    others = {name for name in ours if ours[name] != theirs[name]}
+    assert others == {"heads.head.weight", "heads.head.bias"}
+
+
+@pytest.mark.parametrize("sizes", [{"size": 20}, {"width": 80}])
+def test_sizes_that_do_not_fit_are_an_error(small, sizes):
+    with pytest.raises(Exit, match="whole patches"):
+        vit.build_model(SimpleNamespace(**{**vars(small), **sizes}))
+
+
+def test_lora_adapts_only_layers_that_the_vit_calls(small):
+    """DDP would wait for the gradients of the others."""
+    model = lora.with_lora(vit.build_model(small))
+    model(torch.rand(2, 3, 16, 16)).sum().backward()
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    assert len(trained) == 2 * (1 + 2 * 2 + 1), "convolution, two layers of each MLP, head"
+    assert all(x.grad is not None for x in trained.values())
+
+
+class Colours:
+    """40 photos of one colour each, in four classes: the value of all pixels is the class."""
+
+    classes = tuple("abcd")
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((3, 16, 16), float(index % 4)), index % 4
+
+
+def test_a_share_of_the_photos_is_mixed_and_each_has_the_classes_of_its_pixels():
+    """Whatever the order. In another epoch it is another mixture."""
+    samples, counts = SeededSamples(Mixed(Colours(), 0.5), seed=0), Counter()
+    targets = []
+    for epoch in range(5):
+        samples.set_epoch(epoch)
+        forward = [samples[i] for i in range(40)]
+        backward = [samples[i] for i in reversed(range(40))][::-1]
+        torch.testing.assert_close(forward, backward, rtol=0, atol=0)
+        targets.append([target.tolist() for _, target in forward])
+        for image, target in forward:
+            assert target.sum().item() == pytest.approx(1)
+            mean = (target * torch.arange(4)).sum().item()
+            assert image.mean().item() == pytest.approx(mean, abs=1e-5)
+            colours = image.unique()
+            counts["mixed"] += target.max().item() < 1
+            counts["CutMix"] += len(colours) == 2
+            counts["MixUp"] += len(colours) == 1 and 1e-3 < colours.item() % 1 < 1 - 1e-3
+    # Of 200, half. Of their partners a quarter has the same class: then nothing is seen.
+    assert counts["mixed"] == pytest.approx(0.75 * 100, abs=30)
+    assert counts["CutMix"] > 10 < counts["MixUp"] and targets[0] != targets[1]
+
+
+def test_labels_are_smoothed_in_training_only():
+    logits, targets = torch.randn(5, 4).double(), torch.rand(5, 4).double().softmax(1)
+    smooth = 0.9 * targets + 0.1 / 4
+    batch = None, targets
+    for grad, exact in ((True, smooth), (False, targets)):
+        with torch.set_grad_enabled(grad):
+            values = vit.compute_loss(lambda images: logits, batch, None)
+        torch.testing.assert_close(values["loss"], -(exact * logits.log_softmax(1)).sum(1))
+    assert values["accuracy"].tolist() == (logits.argmax(1) == targets.argmax(1)).tolist()
+
+
+def test_a_pipeline_computes_what_the_whole_model_does_and_has_its_names(small, tmp_path):
+    """And all rates on both stages, though each has a part of the layers."""
+    model, images = vit.build_model(small), torch.rand(2, 3, 16, 16)
+    torch.nn.init.normal_(model.heads.head.weight)  # or all logits would be 0
+    blocks = torch.nn.Sequential(*vit.model_blocks(model).values())
+    torch.testing.assert_close(blocks(images), model(images), rtol=0, atol=0)
+    script = make(tmp_path / "mine.py", "pipeline", "vit")
+    flags = ["--cpu", "--photos", small.photos, "--size", 16, "--patch", 8, "--width", 64]
+    flags += ["--layers", 2, "--max-steps", 1, "--lr", 1e-3, "--batch-size", 8]
+    (run,) = train_forked(tmp_path, (2, script, flags))
+    assert run.weights.keys() == model.state_dict().keys()
+    rates = [1e-3 * 0.75**depth for depth in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert run.summary["peak_learning_rate"] == pytest.approx(rates)
