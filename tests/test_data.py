@@ -52,9 +52,7 @@ def test_pixels_are_those_of_torchvisions_transforms(images_and_labels, seed):
 
 def test_crops_are_all_those_that_torchvisions_random_crop_can_draw(images_and_labels):
     drawn = [augmented(images_and_labels, 0, epoch).augmentation[:2] for epoch in range(20)]
-    sample = torch.zeros(3, 40, 40)
-    torch_drawn = {T.RandomCrop.get_params(sample, (32, 32))[0] for _ in range(1000)}
-    assert set(torch.cat(drawn).unique().tolist()) == torch_drawn == set(range(9))
+    assert {*torch.cat(drawn).unique().tolist()} == {*range(9)}
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):
