@@ -14,9 +14,7 @@ pytestmark = pytest.mark.slow
 
 ARGS = SimpleNamespace(length=10**6)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-WORDS = (
-    "one two a A USER ASS <b> </b> <answer> <thing> thought : 4.2 Köln \\nabla 🙂 {'x'} \n \n\n -"
-)
+WORDS = "one a A USER ASS <b> </b> <answer> <thing> thought : 4.2 Köln \\nabla 🙂 {'x'} \n \n\n -"
 SPECIAL = "<s> <|end|> <|user|> <|assistant|> <|system|> <|tool|> <think> </think> <tool_call>"
 TRAITS = {
     # What is before an answer, before another message, and behind that.
@@ -48,10 +46,6 @@ TRAITS = {
 }
 
 
-def draw_form(rng):
-    return {name: rng.choice(values) for name, values in TRAITS.items()}
-
-
 def draw_text(rng):
     words = rng.choices(WORDS.split(" "), k=rng.randint(1, 5))
     return rng.choice(["", " ", "\n"]) + " ".join(words) + rng.choice(["", "", " "])
@@ -59,9 +53,8 @@ def draw_text(rng):
 
 def draw_chat(rng):
     """Return messages, and the tools or None."""
-    messages = (
-        [{"role": "system", "content": f"Be brief. {draw_text(rng)}"}] if rng.random() < 0.3 else []
-    )
+    system = {"role": "system", "content": f"Be brief. {draw_text(rng)}"}
+    messages = [system] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 3)):
         messages.append({"role": "user", "content": draw_text(rng)})
         if rng.random() < 0.2:
@@ -160,9 +153,8 @@ def expected_samples(form, tokenizer, messages, tools, first):
     options["return_assistant_tokens_mask"] = True
     render = transformers.utils.chat_template_utils.render_jinja_template
     # Of the first messages: the text, and the (begin, end) of what is trained.
-    texts = [
-        [x[0] for x in render([messages[:count]], **options)] for count in range(len(messages) + 1)
-    ]
+    firsts = [messages[:count] for count in range(len(messages) + 1)]
+    texts = [[x for [x] in render([first], **options)] for first in firsts]
     behind = form["headers"][0] if form["prompt"] == "header always" else ""
     parts = []
     for i in answers:
@@ -203,20 +195,14 @@ def both_tokenizers():
     traits = json.dumps(TRAITS, ensure_ascii=False).replace("\\n", "\n").replace("{}", "user")
     rng = random.Random(0)
     corpus = [f"{draw_text(rng)}{text}" for text in traits.split('"') for _ in range(9)]
-    corpus += [
-        WORDS,
-        "TOOL: SYSTEM: weather! Be brief.",
-        json.dumps(TOOLS),
-        "{city: days: 0123456789}",
-    ]
+    corpus += [WORDS, "TOOL: SYSTEM: weather! Be brief. city: days: 0123456789", json.dumps(TOOLS)]
     options = {"vocab_size": 500, "special_tokens": SPECIAL.split(), "show_progress": False}
     bytewise = tokenizers.ByteLevelBPETokenizer()
     bytewise.train_from_iterator(corpus, **options)
     joining = tokenizers.Tokenizer(tokenizers.models.BPE())
     joining.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    joining.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()]
-    )
+    decoders = tokenizers.decoders
+    joining.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     joining.train_from_iterator(corpus, tokenizers.trainers.BpeTrainer(**options))
     kind = transformers.PreTrainedTokenizerFast
     return [kind(tokenizer_object=x, eos_token="<|end|>") for x in (bytewise, joining)]
@@ -242,10 +228,7 @@ def outcome(form, tokenizer, messages, tools, first):
         return "error"
     assert len(samples) == len(expected), case
     for sample, (tokens, targets) in zip(samples, expected, strict=True):
-        shown = [
-            tokenizer.decode([x for x in y if x != -100]) for y in (sample[:, 1].tolist(), targets)
-        ]
-        assert sample.T.tolist() == [tokens, targets], f"{shown}\n{case}"
+        assert sample.T.tolist() == [tokens, targets], case
     return "right"
 
 
@@ -253,7 +236,7 @@ def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tok
     rng = random.Random(seed)
     outcomes = []
     for _ in range(125):
-        form = draw_form(rng)
+        form = {name: rng.choice(values) for name, values in TRAITS.items()}
         for _ in range(4):
             messages, tools = draw_chat(rng)
             first = rng.choice([0, 0, 0, len(messages) - 1])

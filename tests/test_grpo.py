@@ -186,7 +186,6 @@ def test_each_prompt_gets_its_own_completions_and_rewards_without_dropout(args, 
     ("completion", "line", "expected"),
     [
         ("3 and 4 make -1,007.50", {"answer": "#### -1007.5"}, 1),
-        ("7 is not 8", {"answer": 7}, 0),
         ("", {"answer": 7}, 0),
         ("ab\nc", {"pattern": "a.*c"}, 1),
         ("abcd", {"pattern": "a.*c"}, 0),
