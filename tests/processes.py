@@ -193,7 +193,7 @@ def forked(runs, directory, together=1, imports=(), **env):
     its own. `terminal`: its output goes to one; `patience`: seconds until it is ended (300), more
     where others use the cores, too; `grace`: seconds that the others have when a process has failed
     (5); `terminate`: SIGTERM before SIGKILL, as from a launcher; `ignored`: signals."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    env = {"OMP_NUM_THREADS": "1", **env}
     waiting, running, answers = list(enumerate(runs)), {}, {}
     while waiting or running:
         while waiting and len(running) < together:
