@@ -32,9 +32,6 @@ SlurmdPidFile={directory}/%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerNode=100
@@ -46,7 +43,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # A node is down when a test says so, not when this machine is busy.
 SlurmdTimeout=600
-SlurmctldTimeout=10
 KillWait=60
 ReturnToService=2
 # Not those of another cluster's jobs: submit_job.sh makes a port of it.

@@ -263,7 +263,6 @@ def test_why_a_run_failed_is_one_line(text, line):
 @pytest.mark.parametrize(
     ("recipe", "gpus", "flags", "processes", "batch", "total"),
     [
-        ("ddp", 1, [], [1], 8, 16),
         ("ddp", 3, [], [1, 2, 3], 8, 96),
         ("ddp", 8, ["--cpu"], [1, 2], 8, 32),
         ("pipeline", 5, [], [2, 4], 16, 64),
