@@ -209,7 +209,7 @@ def test_weights_that_the_main_process_cannot_load_are_one_line_of_each(outcome)
 
 
 def test_a_module_of_two_units_is_an_error_that_names_it_if_it_has_parameters(monkeypatch):
-    """All units sum their gradients in fp32."""
+    """All units sum their gradients in fp32. The loss is computed in fp32."""
 
     def shard(shared):
         blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2))
@@ -220,6 +220,7 @@ def test_a_module_of_two_units_is_an_error_that_names_it_if_it_has_parameters(mo
     monkeypatch.setattr(recipe, "shard_unit", lambda *arguments: policies.append(arguments[-1]))
     shard(nn.ReLU())
     assert [policy.reduce_dtype for policy in policies] == [torch.float32] * 3
+    assert policies[-1].output_dtype == torch.float32
     with pytest.raises(Exit, match=r"shard_units: 0\.1 is in more than one unit"):
         shard(nn.Linear(4, 4))
 
