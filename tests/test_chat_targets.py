@@ -229,7 +229,7 @@ def outcome(form, tokenizer, messages, tools, first):
 
 
 def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=3):
-    """With this seed each line of `Chat.answer` decides on the tokens of a chat."""
+    """With this seed, some chat needs each line that finds where an answer begins."""
     rng = random.Random(seed)
     outcomes = []
     for _ in range(125):
