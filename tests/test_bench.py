@@ -51,12 +51,10 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--model", "simple_cnn"]
     command += ["--batch-size", "8", "--steps", "3", "--processes", "1"]
     command += ["--recipes", "plain_ddp --workers 0", "ddp_cifar --max-steps 1000000"]
-    with open(tmp_path / "log", "w") as log, open(tmp_path / "errors", "w") as errors:
-        # As in the background of a script.
-        options = {"output": log, "errors": errors, "ignored": [signal.SIGINT]}
-        process = Launched([*command, "--output-dir", tmp_path / "out"], **options)
-
-    started = []
+    command += ["--output-dir", tmp_path / "out"]
+    files = {"output": tmp_path / "log", "errors": tmp_path / "errors"}
+    # As in the background of a script.
+    process = Launched(command, ignored=[signal.SIGINT], **files)
     try:
         wait_until(lambda: list((tmp_path / "out").glob("tmp*/metrics.jsonl")))
         started = psutil.Process(process.pid).children(recursive=True)

@@ -231,7 +231,6 @@ def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropp
             assert lib.pairs.conversation(whole[begin:end], whole) == whole
     assert lib.pairs.conversation("1 + 1", "2") == CHATS[1][:2]
     for prompt, answer, error in (
-        ({"role": "user"}, "a", "is no text, and no list of messages"),
         ("a", ["b"], "is no text, and no list of messages"),
         ("a", chat("b", "c"), "begins with no message of the prompt"),
     ):

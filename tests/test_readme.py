@@ -30,30 +30,16 @@ EVERYTHING = "\n".join(PAGES.values())
 RECIPES = ["ddp", "amp", "pipeline", "sharded", "data_parallel"]
 
 
-def section(page, title):
-    """Return the text below a heading."""
-    found = re.split(rf"^#+ {title}\n", page, flags=re.MULTILINE)
-    assert len(found) == 2, title
-    return re.split(r"^#+ ", found[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
 def code(page, title, language=""):
     """Return the lines of the first block of code below a heading."""
-    block = re.search(rf"^```{language}\n(.*?)^```$", section(page, title), re.DOTALL | re.M)
-    return block[1].splitlines()
+    pattern = rf"^#+ {title}\n.*?^```{language}\n(.*?)^```$"
+    return re.search(pattern, page, re.DOTALL | re.MULTILINE)[1].splitlines()
 
 
 def rows(page, header):
     """Return the cells of the table below a line that begins like this, without backticks."""
-    lines = iter(page.splitlines())
-    next(line for line in lines if line.startswith(header))
-    next(lines)
-    table = []
-    for line in lines:
-        if not line.startswith("|"):
-            return table
-        table.append([cell.strip().replace("`", "") for cell in line.strip("|").split("|")])
-    return table
+    _, _, *lines = page[page.index(header) :].partition("\n\n")[0].splitlines()
+    return [[cell.strip().replace("`", "") for cell in x.strip("|").split("|")] for x in lines]
 
 
 def parser_of(recipe):
