@@ -24,13 +24,9 @@ LLAMA = [('size": 128, "', 'size": 32, "'), ('layers": 4', 'layers": 1')]
 # Maps of five sizes, without a pyramid.
 PYRAMID = "list(self.backbone(images.tensors).values())"
 MAPS = "[nn.functional.avg_pool2d(self.backbone(images.tensors), 2**i) for i in range(5)]"
-FCOS = [
-    (
-        'resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}",',
-        "(lambda **_: nn.Conv2d(3, 64, 8, 8))(",
-    )
-]
-FCOS += [("Head(256,", "Head(64,"), (PYRAMID, MAPS)]
+BACKBONE = 'resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}",'
+PATCHES = "(lambda **_: nn.Conv2d(3, 64, 8, 8))("
+FCOS = [(BACKBONE, PATCHES), ("Head(256,", "Head(64,"), (PYRAMID, MAPS)]
 SMALLER = {
     **dict.fromkeys(("language_model", "by_length", "mixture", "tokens"), LLAMA),
     **{task: [(RESNET, OURS)] for task in ("photos", "balanced", "tar_shards")},
@@ -41,8 +37,8 @@ SMALLER = {
     "detection": FCOS,
     "segmentation": [("[3, 32, 64, 128]", "[3, 32, 32, 32]")],
 }
+# What copies import: the process that their ranks are forks of imports it once.
 MODELS = "bert", "clip", "llama", "qwen2_5_vl", "t5", "wav2vec2", "whisper"
-# What copies import, in trainings. The first of them imports it for all.
 IMPORTS = [
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     *(f"pyarrow.{name}" for name in ("dataset", "json", "parquet")),

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import loss_of_step, make
+from composed import loss_of_step, make, train
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import lib, lora, peft, preferences, sft, transformers
-from processes import train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -231,7 +230,6 @@ def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropp
             assert lib.pairs.conversation(whole[begin:end], whole) == whole
     assert lib.pairs.conversation("1 + 1", "2") == CHATS[1][:2]
     for prompt, answer, error in (
-        ({"role": "user"}, "a", "is no text, and no list of messages"),
         ("a", ["b"], "is no text, and no list of messages"),
         ("a", chat("b", "c"), "begins with no message of the prompt"),
     ):
@@ -258,7 +256,7 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
     flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
     script = make(tmp_path / "mine.py", "ddp", "preferences", "lora")
-    (run,) = train_forked(tmp_path, (2, script, flags))
+    (run,) = train(tmp_path, (2, script, flags))
     content = torch.load(run.directory / "step-00000003.pt", weights_only=True)
     found = torch.cat(content["states"]["reference"]["of"])
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -281,7 +279,7 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     tokens = torch.arange(30)[None]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     before = plain(tokens).logits
-    runs = train_forked(tmp_path, *runs)
+    runs = train(tmp_path, *runs)
     for run in runs:
         trained = lora.with_lora(sft.build_model(SimpleNamespace(base=base, base_dtype="bfloat16")))
         weights = load_file(run.directory / "model.safetensors")

@@ -108,21 +108,17 @@ def template_of(form, is_oracle=False):
     answer += own(f"{{% for y in x.tool_calls or [] %}}{call}{{% endfor %}}")
     end = written(form["end"]) + when("loop.last", written(form["end of whole"]))
     end = own(end, form["marked"] != "answer without its end")
-    answer = {
-        "nothing": answer + end,
-        "answer": marked(answer + end),
-        "answer without its end": marked(answer) + end,
-    }[marks]
+    with_end = {"nothing": answer + end, "answer": marked(answer + end)}
+    answer = with_end.get(marks, marked(answer) + end)
     other += content + end_of_other
     other = other if form["system"] else when("x.role != 'system'", other)
     answer = own(header, not prompts and form["marked"] == "nothing") + answer
     turn = f"{{% if x.role == 'assistant' %}}{answer}{{% else %}}{other}{{% endif %}}"
     prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[form["opens"]]
+    unanswered = "add_generation_prompt and messages[-1].role != 'assistant'"
     prompt = {
         "header": when("add_generation_prompt", header + prompt),
-        "header unless behind an answer": when(
-            "add_generation_prompt and messages[-1].role != 'assistant'", header + prompt
-        ),
+        "header unless behind an answer": when(unanswered, header + prompt),
         "nothing": "",
         "header always": header + when("add_generation_prompt", prompt),
     }[form["prompt"]]
@@ -232,7 +228,8 @@ def outcome(form, tokenizer, messages, tools, first):
     return "right"
 
 
-def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=0):
+def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=3):
+    """With this seed, some chat needs each line that finds where an answer begins."""
     rng = random.Random(seed)
     outcomes = []
     for _ in range(125):

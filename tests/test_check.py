@@ -273,7 +273,8 @@ def test_why_a_run_failed_is_one_line(text, line):
 )
 def test_processes_and_batches(recipe, gpus, flags, processes, batch, total, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    flags = [str(ROOT / f"recipes/{recipe}_cifar.py"), "--lr", "1", *flags]
+    monkeypatch.setenv("HOME", str(ROOT))
+    flags = [f"~/recipes/{recipe}_cifar.py", "--lr", "1", *flags]
     monkeypatch.setattr(sys, "argv", ["check.py", *flags])
     args = check.parse_args()
     assert args.processes == processes

@@ -12,11 +12,10 @@ import numpy
 import pytest
 import torch
 import toy
-from composed import make, rates_of
+from composed import make, rates_of, train
 from conftest import CNN, NARROW, ROUNDING_FLOAT32, Exit, load
 from lazy import fine_tune, lib, lora, segmentation, sklearn, transformers
 from PIL import Image
-from processes import train_forked
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils import flop_counter
@@ -174,28 +173,29 @@ def test_a_global_batch_has_similar_lengths_and_each_sample_comes_once():
     assert len(seen) == 2005, "each epoch leaves out others"
 
 
-@pytest.mark.parametrize("balance", ["drawing", "loss"])
-def test_a_rare_class_counts_as_much_as_another(balance, tmp_path):
+def test_a_rare_class_counts_as_much_as_another(tmp_path):
     toy.make("rare", tmp_path)
-    args = SimpleNamespace(photos=tmp_path / "rare", size=8, test=None, balance=balance)
-    args.batch_size, args.seed = 10, 0
-    train, test = balanced.load_data(args, None)
-    for loader, close in ((train, 42 if balance == "drawing" else 1e-4), (test, 1e-4)):
-        data, sums = loader.dataset, [0, 0]
-        getattr(data, "set_epoch", lambda epoch: None)(1)
-        for index in range(len(data)):
-            _, label, weight = data[index]
-            sums[label] += float(weight)
-        # Of 192 drawn ones, each is rare or not: 42 are six standard deviations.
-        assert sums == pytest.approx([len(data) / 2] * 2, abs=close)
+    # Of 192 drawn ones, each is rare or not: 42 are six standard deviations.
+    for balance, bound in (("drawing", 42), ("loss", 1e-4)):
+        args = SimpleNamespace(photos=tmp_path / "rare", size=8, test=None, balance=balance)
+        args.batch_size, args.seed = 10, 0
+        train, test = balanced.load_data(args, None)
+        for data, most in ((train.dataset, bound), (test.dataset, 1e-4)):
+            sums = [0, 0]
+            getattr(data, "set_epoch", lambda epoch: None)(1)
+            for index in range(len(data)):
+                _, label, weight = data[index]
+                sums[label] += float(weight)
+            assert sums == pytest.approx([len(data) / 2] * 2, abs=most)
 
 
 def test_persistent_workers_see_the_order_of_each_epoch():
-    samples = order.ByLane(range(20), 0, torch.full((4,), 5), 2, 2)
-    loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
-    for epoch in range(3):
-        samples.set_epoch(epoch)
-        assert torch.cat(list(loader)).tolist() == list(samples)
+    lanes = order.ByLane(range(20), 0, torch.full((4,), 5), 2, 2)
+    for samples in (lanes, order.Ordered(range(20), 0, order.balanced, torch.arange(20) % 2)):
+        loader = DataLoader(samples, 4, num_workers=1, persistent_workers=True)
+        for epoch in range(3):
+            samples.set_epoch(epoch)
+            assert torch.cat(list(loader)).tolist() == list(samples)
 
 
 def test_lines_without_a_target_are_left_out(tmp_path):
@@ -374,7 +374,7 @@ def test_the_best_weights_and_the_traced_steps_are_in_their_files(tmp_path):
     added = "best_weights", "trace", "validation"
     script = make(tmp_path / "mine.py", "ddp", *added, replaced=replaced)
     flags = [*CNN, "--batch-size", 64, "--epochs", 9, "--keep", 9]
-    (run,) = train_forked(tmp_path, (1, script, flags))
+    (run,) = train(tmp_path, (1, script, flags))
     *evaluations, last = run.evaluations
     losses = [line["validation_loss"] for line in evaluations]
     best = losses.index(min(losses))
@@ -495,7 +495,7 @@ def test_chunks_train_as_one_in_sharded(tmp_path):
     whole = make(tmp_path / "whole.py", "ddp", "tokens")
     chunked = [("LOGITS = 2**27", "LOGITS = 50 * 7")]
     chunked = make(tmp_path / "chunked.py", "sharded", "tokens", replaced=chunked)
-    exact, run = train_forked(tmp_path, (1, whole, flags), (2, chunked, flags))
+    exact, run = train(tmp_path, (1, whole, flags), (2, chunked, flags))
     for name in ("loss", "grad_norm"):
         expected = [line[name] for line in exact.train]
         assert [line[name] for line in run.train] == pytest.approx(expected, rel=1e-4)

@@ -120,9 +120,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def handle_error(self, request, address):
-        pass  # a client that has gone away
-
     def fault_of(self, part):
         """Return what happens to this request of a part, or None."""
         self.requests[part] += 1
@@ -139,9 +136,6 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def __init__(self, request, address, server):
         super().__init__(request, address, server, directory=server.folder)
 
-    def log_message(self, *_):
-        pass
-
     def do_GET(self):
         self.path = self.path.removeprefix("/datasets/me/mine/resolve/main")
         if self.path.startswith("/api/datasets/me/mine/"):
@@ -156,12 +150,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         if self.path == self.server.missing and not is_footer:
             return self.send_error(404)
         with self.server.lock:
-            self.server.waiting += 1
+            self.server.waiting += not is_footer
             self.server.together = max(self.server.together, self.server.waiting)
             fault = self.server.fault_of((self.path, begin, is_footer))
         time.sleep(0.02)
         with self.server.lock:
-            self.server.waiting -= 1
+            self.server.waiting -= not is_footer
         self.answer(content[begin:end], fault)
 
     def of_the_hub(self):
@@ -174,6 +168,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def answer(self, part, fault=None):
         if fault == "busy":
             return self.send_error(503)
+        if fault == "short":
+            part = part[: len(part) // 2]
         self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("Content-Length", len(part))
         self.end_headers()
@@ -211,7 +207,7 @@ def test_a_stream_has_the_same_samples_by_each_network_also_with_faults(
     """By huggingface_hub, by aiohttp, and by that from a server with faults."""
     pattern = write_rows(tmp_path, 3, 176)
     servers = hub, plain, faulty = [Server(tmp_path) for _ in range(3)]
-    faulty.faults = "busy", "reset", "slow"
+    faulty.faults = "busy", "reset", "slow", "short"
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)

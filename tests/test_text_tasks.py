@@ -100,6 +100,13 @@ def args_of(run):
     return SimpleNamespace(**{**run.summary, "output_dir": run.directory})
 
 
+def two_epochs(data):
+    samples = SeededSamples(data, 0)
+    for epoch in (0, 1):
+        samples.set_epoch(epoch)
+        yield [samples[i] for i in range(len(samples))]
+
+
 def test_the_scores_of_a_run_are_those_of_its_saved_model_text_by_text(runs):
     """An adapter has the new head. It is loaded twice, onto one that is random each time."""
     run = runs["text_classification"]
@@ -213,8 +220,8 @@ def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
     run = runs["masked_lm"]
     model = transformers.AutoModelForMaskedLM.from_pretrained(run.directory).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
-    samples = SeededSamples(masked_lm.Masked(run.summary["test"], tokenizer, args_of(run)), 0)
-    inputs, targets = map(torch.stack, zip(*[samples[i] for i in range(len(samples))], strict=True))
+    samples, _ = two_epochs(masked_lm.Masked(run.summary["test"], tokenizer, args_of(run)))
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
     with torch.no_grad():
         logits = model(inputs).logits
         loss = model(inputs, labels=targets).loss.item()
@@ -229,11 +236,7 @@ def test_masks_have_the_shares_of_bert(runs):
     args = args_of(runs["masked_lm"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.base)
     data = masked_lm.Masked(args.train, tokenizer, args)
-    samples = SeededSamples(data, 0)
-    samples.set_epoch(1)
-    others = [samples[i] for i in range(len(data))]
-    samples.set_epoch(0)
-    samples = [samples[i] for i in range(len(data))]
+    samples, others = two_epochs(data)
     assert not any(one.equal(other) for (_, one), (_, other) in zip(samples, others, strict=True))
     inputs, targets = map(torch.stack, zip(*samples, strict=True))
     chosen = targets >= 0
@@ -304,16 +307,11 @@ def test_the_scores_of_rankings_are_those_by_hand():
 
 def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():
     pairs = [("a", "1"), ("a", "2"), ("b", "3"), ("c", "4"), ("c", "1")]
-    data = ranking.WithNegatives(pairs, 40)
-    samples = SeededSamples(data, 0)
-    epochs = []
-    for epoch in (0, 1):
-        samples.set_epoch(epoch)
-        epochs.append([samples[i] for i in range(len(samples))])
-    assert [x[:2] for x in epochs[0] if x[2]] == pairs
-    drawn = {query: {d for q, d, label in epochs[0] if q == query and not label} for query in "abc"}
+    first, second = two_epochs(ranking.WithNegatives(pairs, 40))
+    assert [x[:2] for x in first if x[2]] == pairs
+    drawn = {query: {d for q, d, label in first if q == query and not label} for query in "abc"}
     assert drawn == {"a": {"3", "4"}, "b": {"1", "2", "4"}, "c": {"2", "3"}}
-    assert epochs[0] != epochs[1]
+    assert first != second
 
 
 def test_a_beam_search_reads_no_padding(monkeypatch):

@@ -1,16 +1,18 @@
 """For copies in test_resume.py: a model with all that is in no tensor of its state dict, a learning
-rate that is a tensor, and steps that say what they map. ENDS is the step in whose evaluation all
-ranks end."""
+rate that is a tensor, a dataset that is in both loaders, and steps that say what they map. ENDS is
+the step in whose evaluation all ranks end."""
 
 import os
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from ddp_cifar import build_model, evaluate, log_line, train_step
+from ddp_cifar import build_model, evaluate, load_data, log_line, train_step
 
-plain_model, plain_step, plain_evaluate = build_model, train_step, evaluate
+plain_data, plain_model = load_data, build_model
+plain_step, plain_evaluate = train_step, evaluate
 LEVEL = torch.tensor([1, 2, 3], dtype=torch.int16)  # which gloo cannot send
 
 
@@ -32,6 +34,11 @@ class Growing(nn.Module):
             self.calls += 1
             self.cache = torch.zeros(len(self.cache) + 1)  # another size than in a new process
         return x * (1 + self.calls / 100 + self.steps / 100)
+
+
+def load_data(args, accelerator):
+    train, _ = plain_data(args, accelerator)
+    return train, DataLoader(train.dataset, args.batch_size, collate_fn=tuple)
 
 
 def growing_model(args):
