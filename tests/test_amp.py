@@ -35,7 +35,7 @@ def choose(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
         capabilities = {"avx2": True, "avx512_bf16": bf16}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        args = SimpleNamespace(precision=flag, cpu=not gpu)
+        args = SimpleNamespace(precision=flag, cpu=False)
         recipe.set_precision(args)
         assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no", "it would refuse the flag's"
         return args.precision
@@ -57,7 +57,6 @@ def test_the_flag_is_taken_before_the_config_and_that_before_what_the_device_has
     [
         ({"flag": "bf16", "gpu": True, "bf16": False}, "Tesla T4 has no bf16"),
         ({"config": "bf16", "gpu": True, "bf16": False}, "Tesla T4 has no bf16"),
-        ({"flag": "fp16"}, "this CPU has no fp16"),
         ({"config": "fp16"}, "this CPU has no fp16"),
         ({"config": "fp8", "gpu": True}, "Tesla T4 has no fp8"),
     ],
@@ -77,6 +76,11 @@ def test_weights_in_16_bits_are_no_error_in_fp32_and_where_they_are_frozen():
     model = torch.nn.Linear(2, 2).bfloat16()
     recipe.check_weights_are_fp32(model, "fp32")
     recipe.check_weights_are_fp32(model.requires_grad_(False), "bf16")
+
+
+@pytest.mark.copied("amp_cifar", flags=["--precision", "fp16"])
+def test_a_run_in_fp16_on_a_cpu_is_one_error_line(outcome):
+    assert outcome.codes == [2] and "error: this CPU has no fp16: choose" in outcome.output
 
 
 BF16_WEIGHTS = "return model.to(memory_format=torch.channels_last)", "return model.bfloat16()"
