@@ -34,9 +34,8 @@ def add_flags(parser):
     parser.add_argument("--text", default="text.txt", help="a file, or a dataset (text.txt)")
     parser.add_argument("--column", default="text", help="of a dataset (text)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (128)")
-    parser.set_defaults(
-        lr=1e-5, batch_size=8, epochs=3, clip_norm=1.0
-    )  # usual for pretrained weights
+    # Usual for pretrained weights.
+    parser.set_defaults(lr=1e-5, batch_size=8, epochs=3, clip_norm=1.0)
 
 
 def load_data(args, accelerator):
