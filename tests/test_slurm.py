@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import ACCELERATE, CNN
-from processes import ROOT, outputs, run, train_forked, wait_until
+from processes import ROOT, outputs, run, train_forked
 from slurm_cluster import MISSING, Cluster
 
 pytestmark = [
@@ -62,18 +62,24 @@ class Job:
         path = self.directory / f"slurm-{self.id}.out"
         return path.read_text() if path.exists() else ""
 
+    def wait(self, condition, what):
+        try:
+            self.cluster.wait(condition, what, seconds=180)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.show('Reason')}\n{self.log()[-4000:]}") from None
+
     def until(self, *states):
-        wait_until(lambda: self.show("JobState") in states)
+        self.wait(lambda: self.show("JobState") in states, " or ".join(states))
 
     def until_step(self, step):
-        wait_until(lambda: f"\nstep {step}/" in self.log())
+        self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
 
     def until_back_in_the_queue(self, restarts):
         """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have
         sooner."""
         self.until("PENDING")
         assert self.show("Restarts") == str(restarts)
-        wait_until(lambda: self.processes() == [])
+        self.wait(lambda: self.processes() == [], "end of its processes")
         self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3")
 
     def steps(self):
@@ -103,10 +109,10 @@ def preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, 
     job.until_back_in_the_queue(restarts=1)
     assert "which is saved" in job.log()
     job.until("RUNNING")
-    wait_until(lambda: job.steps()[1:] not in ([], [[]]))  # a step after the restart
+    job.wait(lambda: job.steps()[1:] not in ([], [[]]), "step after the restart")
     assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", urgent), "it went first"
     slurm.kill_node(second)  # well before the last step
-    wait_until(lambda: job.processes() == [])  # on the other node
+    job.wait(lambda: job.processes() == [], "end of the processes on the other node")
     slurm.miss_node(second)
     job.until_back_in_the_queue(restarts=2)
     job.until("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -137,10 +143,10 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     (saved,) = job.checkpoints()
     job.until("RUNNING")
     # The signal comes before the ranks have handlers.
-    wait_until(lambda: len(job.processes()) >= 3)  # ranks that have everything to import yet
+    job.wait(lambda: len(job.processes()) >= 3, "ranks that have everything to import yet")
     slurm.run("scancel", job.id)
     job.until("CANCELLED")
-    wait_until(lambda: not job.processes())
+    job.wait(lambda: not job.processes(), "end of its processes")
     assert job.log().count("back into the queue") == 1 and job.show("Restarts") == "1"
     assert len(job.checkpoints()) == 2 and job.checkpoints()[0] == saved, "saved, too"
 
