@@ -1,10 +1,11 @@
 """Copies composed of a recipe and examples, which take less time."""
 
+import json
 import re
 import sys
 import tomllib
 import wave
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 
 import new
@@ -12,7 +13,7 @@ import numpy
 import torch
 from conftest import FEW_IMAGES
 from PIL import Image
-from processes import ROOT, forked
+from processes import ROOT, forked, train_forked
 
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
@@ -23,13 +24,9 @@ LLAMA = [('size": 128, "', 'size": 32, "'), ('layers": 4', 'layers": 1')]
 # Maps of five sizes, without a pyramid.
 PYRAMID = "list(self.backbone(images.tensors).values())"
 MAPS = "[nn.functional.avg_pool2d(self.backbone(images.tensors), 2**i) for i in range(5)]"
-FCOS = [
-    (
-        'resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}",',
-        "(lambda **_: nn.Conv2d(3, 64, 8, 8))(",
-    )
-]
-FCOS += [("Head(256,", "Head(64,"), (PYRAMID, MAPS)]
+BACKBONE = 'resnet_fpn_backbone(backbone_name=f"resnet{args.resnet}",'
+PATCHES = "(lambda **_: nn.Conv2d(3, 64, 8, 8))("
+FCOS = [(BACKBONE, PATCHES), ("Head(256,", "Head(64,"), (PYRAMID, MAPS)]
 SMALLER = {
     **dict.fromkeys(("language_model", "by_length", "mixture", "tokens"), LLAMA),
     **{task: [(RESNET, OURS)] for task in ("photos", "balanced", "tar_shards")},
@@ -40,6 +37,16 @@ SMALLER = {
     "detection": FCOS,
     "segmentation": [("[3, 32, 64, 128]", "[3, 32, 32, 32]")],
 }
+# What copies import: the process that their ranks are forks of imports it once.
+MODELS = "bert", "clip", "llama", "qwen2_5_vl", "t5", "wav2vec2", "whisper"
+IMPORTS = [
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    *(f"pyarrow.{name}" for name in ("dataset", "json", "parquet")),
+    *("peft", "rouge_score.rouge_scorer", "sacrebleu", "torch.profiler"),
+    "transformers.models.clip.tokenization_clip",
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+]
+train = partial(train_forked, imports=IMPORTS)
 
 
 def make(path, recipe, *examples, replaced=()):
@@ -54,11 +61,7 @@ def make(path, recipe, *examples, replaced=()):
     return path
 
 
-@cache
-def distributions():
-    """{module: the package that has it}, of what is installed."""
-    found = metadata.packages_distributions()
-    return {name: x[0].lower().replace("_", "-") for name, x in found.items()}
+distributions = cache(metadata.packages_distributions)  # {module: packages that have it}
 
 
 def brought(package):
@@ -80,7 +83,8 @@ def assert_lists_its_packages(script, imported=""):
     found = re.findall(r"^ *(?:from (\w+)\S* import|import (\w+))", script + imported, re.MULTILINE)
     modules = {one or other for one, other in found}
     modules = {"torchvision" if name == "PIL" else name for name in modules}  # which brings it
-    packages = {distributions()[x] for x in modules - {*sys.stdlib_module_names, "infrastructure"}}
+    modules -= {*sys.stdlib_module_names, "infrastructure"}
+    packages = {distributions()[x][0].lower().replace("_", "-") for x in modules}
     names = {re.match(r"[\w-]+", x)[0] for x in listed}
     assert names <= packages <= names.union(*map(brought, names))
 
@@ -110,6 +114,16 @@ def write_wav(path, samples, rate=16000, width=2):
     with wave.open(str(path), "wb") as file:
         file.setparams((samples.shape[1], width, rate, 0, "NONE", ""))
         file.writeframes(samples.astype(f"<i{width}").tobytes())
+
+
+def of_coco(*boxes, **changed):
+    """A file of COCO with an image, a.png, two categories, and such annotations, each of which has
+    a category, an image and a box; or with other lists in place of these."""
+    common = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]}
+    content = {"images": [{"id": 1, "file_name": "a.png"}]}
+    content["annotations"] = [common | box for box in boxes]
+    content["categories"] = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
+    return json.dumps({**content, **changed}).encode()
 
 
 def rates_of(optimizer, schedule, steps):

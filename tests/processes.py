@@ -9,8 +9,10 @@
 """
 
 import functools
+import itertools
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -18,15 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 from safetensors.torch import load_file
-from slurm_cluster import free_ports
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 
 
 def run(command, cwd=ROOT, check=True, timeout=600, **env):
@@ -39,17 +39,13 @@ def run(command, cwd=ROOT, check=True, timeout=600, **env):
     return process
 
 
-def launch(command, cwd=ROOT, check=True, timeout=600, **env):
+def launch(command, cwd=ROOT, check=True, **env):
     """As `run`, by `Launched`."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = Launched(command, cwd, {**os.environ, **env}, output=output, errors=errors)
-        try:
-            process.wait(timeout)
-        finally:
-            process.kill()
-        for name, file in (("stdout", output), ("stderr", errors)):
-            file.seek(0)
-            setattr(process, name, file.read())
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = (Path(directory, name) for name in ("stdout", "stderr"))
+        with Launched(command, cwd, env, output=output, errors=errors) as process:
+            process.wait()
+        process.stdout, process.stderr = output.read_text(), errors.read_text()
     if check:
         assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
     return process
@@ -66,15 +62,21 @@ def write_programs(directory, **texts):
 class Launched:
     """A launcher or a script, as `subprocess.Popen` starts it, but as a fork of a process that has
     imported everything. Its ranks are forks, too: see programs/forked.py. Where the start or the
-    end of an interpreter matters, use Popen."""
+    end of an interpreter matters, use Popen. `env` is added to the environment; `output` and
+    `errors` may be paths."""
 
-    def __init__(self, command, cwd=ROOT, env=None, stdin=None, output=None, errors=None, **how):
+    def __init__(self, command, cwd=ROOT, env=(), stdin=None, output=None, errors=None, **how):
         words = [str(word) for word in command]
-        request = {"command": words, "directory": cwd, "env": env or dict(os.environ), **how}
+        environment = {**os.environ, **dict(env)}
+        request = {"command": words, "directory": cwd, "env": environment, **how}
         fork_server()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect("\0" + os.environ["FORK_SERVER"])
-        with open(os.devnull) as nothing:
+        with open(os.devnull) as nothing, ExitStack() as stack:
+            output, errors = (
+                stack.enter_context(x.open("w")) if isinstance(x, Path) else x
+                for x in (output, errors)
+            )
             files = [stdin or nothing, output or sys.__stdout__, errors or output or sys.__stderr__]
             numbers = [file if isinstance(file, int) else file.fileno() for file in files]
             socket.send_fds(connection, [b"\0"], numbers)
@@ -99,6 +101,12 @@ class Launched:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
 
 class Ranks:
     """The processes of a run that `forked` describes."""
@@ -115,7 +123,7 @@ class Ranks:
             numbers |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
             own = {name: str(x) for name, x in numbers.items() if size > 1} | run.get("env", {})
             command = [sys.executable, run["script"], *run["flags"]]
-            how = {"env": {**env, **own}, "output": output, "imports": imports, "tracked": True}
+            how = {"env": {**env, **own}, "output": output, "imports": imports}
             how["ignored"] = run.get("ignored", ())
             self.ranks.append(Launched(command, run.get("directory", directory), **how))
         if self.master:
@@ -185,7 +193,7 @@ def forked(runs, directory, together=1, imports=(), **env):
     its own. `terminal`: its output goes to one; `patience`: seconds until it is ended (300), more
     where others use the cores, too; `grace`: seconds that the others have when a process has failed
     (5); `terminate`: SIGTERM before SIGKILL, as from a launcher; `ignored`: signals."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    env = {"OMP_NUM_THREADS": "1", **env}
     waiting, running, answers = list(enumerate(runs)), {}, {}
     while waiting or running:
         while waiting and len(running) < together:
@@ -219,15 +227,26 @@ def fork_server():
     listener.bind(f"\0forked-{os.getpid()}")
     listener.listen(100)
     program = [sys.executable, ROOT / "tests/programs/forked.py", str(listener.fileno())]
-    program.append("-" * 2**14)  # room for the command lines that its forks show
-    environment = {**os.environ, **PROGRAMS, "CUDA_VISIBLE_DEVICES": "", "ROOM": "-" * 2**14}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["ROOM"] = "-" * 2**14  # for the environments that its forks show
     options = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "env": environment}
     os.environ["FORK_SERVER"] = listener.getsockname().decode()[1:]
     return subprocess.Popen(program, **options)
 
 
+# Until a port is used, nobody else may choose it: each of pytest's workers has a range of its own,
+# below the ports that the kernel hands out.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+WIDTH = 8000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+numbers = itertools.count(secrets.randbelow(WIDTH))
+
+
 def free_port():
-    return free_ports(1)[0]
+    while True:
+        port = 4000 + WIDTH * WORKER + next(numbers) % WIDTH
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def wait_until(condition, seconds=300):

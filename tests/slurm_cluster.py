@@ -1,18 +1,16 @@
 """A Slurm cluster of nodes on this machine, from Debian's packages: for test_slurm.py."""
 
 import contextlib
-import itertools
 import os
 import random
-import secrets
 import shutil
 import socket
 import stat
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
+from processes import free_port, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 MISSING = [program for program in PROGRAMS if not shutil.which(program)]
@@ -34,9 +32,6 @@ SlurmdPidFile={directory}/%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerNode=100
@@ -48,7 +43,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # A node is down when a test says so, not when this machine is busy.
 SlurmdTimeout=600
-SlurmctldTimeout=10
 KillWait=60
 ReturnToService=2
 # Not those of another cluster's jobs: submit_job.sh makes a port of it.
@@ -63,24 +57,6 @@ PartitionName=gpu Nodes=g1
 """
 
 
-# Until a port is used, nobody else may choose it: each of pytest's workers has a range of its own,
-# below the ports that the kernel hands out.
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-WIDTH = 8000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-FIRST_PORT = 4000 + WIDTH * WORKER
-numbers = itertools.count(secrets.randbelow(WIDTH))
-
-
-def free_ports(count):
-    found = []
-    while len(found) < count:
-        port = FIRST_PORT + next(numbers) % WIDTH
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            found.append(port)
-    return found
-
-
 class Cluster:
     """Its files are in the directory, its ports are free ones, and no other Slurm on this machine
     matters to it."""
@@ -88,7 +64,7 @@ class Cluster:
     def __init__(self, directory):
         self.directory, self.daemons = Path(directory), {}
         (self.directory / "state").mkdir(parents=True)
-        controller_port, *ports = free_ports(1 + len(NODES))
+        controller_port, *ports = (free_port() for _ in range(1 + len(NODES)))
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
@@ -113,13 +89,13 @@ class Cluster:
         flags = [f"--{x}-file={directory}/munge.{x}" for x in ("pid", "log", "seed", "key")]
         flags.append(f"--socket={directory}/munge.socket")
         self.spawn("munged", "munged", "--foreground", "--force", *flags)
-        self.wait(lambda: (directory / "munge.socket").exists(), "munged's socket")
+        wait_until((directory / "munge.socket").exists)
         self.spawn("slurmctld", "slurmctld", "-D")
         for node in NODES:
             self.spawn(node, "slurmd", "-D", "-N", node)
         idle = {f"{node} idle" for node in NODES}
         states = ("sinfo", "-h", "-N", "-o", "%N %T")
-        self.wait(lambda: {*self.run(*states).splitlines()} == idle, "idle nodes")
+        wait_until(lambda: {*self.run(*states).splitlines()} == idle)
 
     def spawn(self, name, *command):
         log = open(self.directory / f"{name}.out", "a")
@@ -152,13 +128,3 @@ class Cluster:
         options = {"env": self.environment, "capture_output": True, "text": True, **options}
         process = subprocess.run(list(map(str, command)), **options)
         return process.stdout if process.returncode == 0 else process.stdout + process.stderr
-
-    def wait(self, condition, what, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            ended = [name for name, daemon in [*self.daemons.items()] if daemon.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                logs = [self.directory / f"{name}.out" for name in ("slurmctld", *ended)]
-                logs = "\n".join(path.read_text()[-1000:] for path in logs)
-                raise TimeoutError(f"no {what} in {seconds} s; these have ended: {ended}\n{logs}")
-            time.sleep(0.1)

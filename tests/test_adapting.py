@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import accelerate
@@ -17,7 +18,7 @@ import pytest
 import running
 import torch
 import toy
-from composed import make
+from composed import IMPORTS, make
 from conftest import Exit, load
 from lazy import datasets, lib, validation
 from processes import execute
@@ -30,20 +31,13 @@ TEXTS = {name: "\n\n".join(new.description(name)[0]) for name in new.EXAMPLES}
 RECIPES = {name: new.description(name)[1] for name in new.EXAMPLES}
 TASKS = [name for name, text in TEXTS.items() if new.TRAIN in text]
 # What each task is composed with, where the recipe can have it.
+WITH_LORA = "fine_tune embeddings sft vision_chat grpo text_to_image"
 ADDED = {
-    "photos": [
-        *("ema", "best_weights", "auroc", "validation", "activation_checkpointing"),
-        "background_saves",
-    ],
-    "language_model": ["second_optimizer", "ema"],
-    "fine_tune": ["lora"],
-    "embeddings": ["lora"],
-    "sft": ["lora"],
-    "vision_chat": ["lora"],
-    "grpo": ["lora"],
-    "text_to_image": ["lora"],
-    "segmentation": ["lora", "trace", "best_weights"],
-    "distillation": ["second_optimizer"],
+    "photos": "ema best_weights auroc validation activation_checkpointing background_saves",
+    "language_model": "second_optimizer ema",
+    "segmentation": "lora trace best_weights",
+    "distillation": "second_optimizer",
+    **dict.fromkeys(WITH_LORA.split(), "lora"),
 }
 # In evaluations, too, their samples are drawn, by (seed, index).
 DRAWN = {"grpo", "masked_lm", "reranker", "text_to_image"}
@@ -57,14 +51,14 @@ COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
 # With lanes, a task is a stream of the Parquet files beside its data.
-OF_LANES = ["--lanes", "4", "--block", "4"]
+OF_LANES = "--lanes 4 --block 4"
 STREAMS = {
-    "fine_tune": ["--text", "toy/text-?.parquet", *OF_LANES],
-    "sft": ["--chats", "toy/chats-?.parquet", *OF_LANES],
-    "clip": ["--captions", "toy/captions-?.parquet", *OF_LANES],
-    "text_to_image": ["--images", "toy/captions-?.parquet", "--caption", "caption", *OF_LANES],
+    "fine_tune": f"--text toy/text-?.parquet {OF_LANES}",
+    "sft": f"--chats toy/chats-?.parquet {OF_LANES}",
+    "clip": f"--captions toy/captions-?.parquet {OF_LANES}",
+    "text_to_image": f"--images toy/captions-?.parquet --caption caption {OF_LANES}",
 }
-STREAMED = [(task, recipe, *flags) for task, flags in STREAMS.items() for recipe in RECIPES[task]]
+STREAMED = [(task, recipe, *x.split()) for task, x in STREAMS.items() for recipe in RECIPES[task]]
 # Copies of these bring most additions to the other recipes.
 IN_OTHERS = {"photos", "language_model"}
 # Two of these are unlike them: two models with a loss each, and samples of any length. Tests of
@@ -74,45 +68,31 @@ FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # Of the toy data, for four steps and an evaluation.
 LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.conll": 100}
 LINES |= {"train.tsv": 96, "test.tsv": 16}
-# At these rates rounding is amplified little: no accuracy changes by a sample.
-OF_PHOTOS = ["--lr", "1e-3", "--size", "32"]
+OF_LENGTHS = "language_model by_length fine_tune mixture text_classification token_classification"
 FLAGS_OF = {
-    "photos": OF_PHOTOS,
-    "balanced": OF_PHOTOS,
-    "tar_shards": ["--lr", "1e-3"],
-    "segmentation": ["--lr", "1e-4", "--size", "16"],
-    "resnet20": ["--data", "synthetic", "--global-batch-size", "32", "--lr", "1e-3"],
-    "fast_cifar": ["--data", "synthetic", "--model", "simple_cnn", "--lr", "1e-3"],
-    "detection": ["--size", "128", "--batch-size", "2"],
-    "speech": ["--layers", "1", "--width", "32"],
-    "language_model": ["--length", "32"],
-    "by_length": ["--length", "32"],
-    "fine_tune": ["--length", "32"],
-    "mixture": ["--length", "32"],
-    "embeddings": ["--length", "32", "--lr", "1e-3"],
-    "clip": ["--length", "16", "--lr", "1e-3"],
-    "text_to_image": ["--epochs", "1", "--batch-size", "4"],
-    "vit": ["--layers", "2", "--lr", "1e-4"],
-    "text_classification": ["--length", "32"],
+    # At these rates rounding is amplified little: no accuracy changes by a sample.
+    **dict.fromkeys(("photos", "balanced"), "--lr 1e-3 --size 32"),
+    "tar_shards": "--lr 1e-3",
+    "segmentation": "--lr 1e-4 --size 16",
+    "resnet20": "--data synthetic --global-batch-size 32 --lr 1e-3",
+    "fast_cifar": "--data synthetic --model simple_cnn --lr 1e-3",
+    "detection": "--size 128 --batch-size 2",
+    "speech": "--layers 1 --width 32",
+    **dict.fromkeys([*OF_LENGTHS.split(), "masked_lm"], "--length 32"),
+    "embeddings": "--length 32 --lr 1e-3",
+    "clip": "--length 16 --lr 1e-3",
+    "text_to_image": "--epochs 1 --batch-size 4",
+    "vit": "--layers 2 --lr 1e-4",
     # A unit of bfloat16 more or less in one activation is beyond the bound of the loss.
-    "sft": ["--base-dtype", "bfloat16", "--lr", "1e-5"],
-    "token_classification": ["--length", "32"],
-    "seq2seq": ["--new-tokens", "4"],
-    "masked_lm": ["--length", "32"],
-    "reranker": ["--length", "32", "--negatives", "1"],
-    "grpo": ["--lr", "1e-3", "--beta", "0.1"],
+    "sft": "--base-dtype bfloat16 --lr 1e-5",
+    "seq2seq": "--new-tokens 4",
+    "reranker": "--length 32 --negatives 1",
+    "grpo": "--lr 1e-3 --beta 0.1",
 }
-IMPORTS = ["transformers.models.t5.modeling_t5", "sacrebleu", "rouge_score.rouge_scorer"]
-IMPORTS += ["transformers.models.llama.modeling_llama", "peft", "pyarrow.dataset", "torch.profiler"]
-IMPORTS += ["transformers.models.bert.modeling_bert", "pyarrow.json", "pyarrow.parquet"]
-IMPORTS += [f"transformers.models.{name}.modeling_{name}" for name in ("wav2vec2", "whisper")]
-IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
-IMPORTS += ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
-IMPORTS += ["diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"]
 
 
 def added(task, recipe, more=()):
-    names = [*ADDED.get(task, []), *["streaming"] * ("--lanes" in more)]
+    names = [*ADDED.get(task, "").split(), *["streaming"] * ("--lanes" in more)]
     return [name for name in names if recipe in RECIPES[name]]
 
 
@@ -174,7 +154,7 @@ def test_a_copy_with_an_example_passes_make_check(
     examples = task, *added(task, recipe, more)
     copy = f"{'_'.join(examples)}_{recipe}.py"
     make(Path(copy), recipe, *examples)
-    flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, []), *more]
+    flags = [*commands(task)[1], *FLAGS, *FLAGS_OF.get(task, "").split(), *more]
     flags += ["--processes", *("12" if recipe == "ddp" else "2")]
     monkeypatch.setattr(sys, "argv", ["check.py", copy, *flags])
     with pytest.raises(SystemExit) as ended:
@@ -191,34 +171,8 @@ def contents(data, seed=0, most=2000):
         yield tuple(numpy.asarray(x).tobytes() for x in tree_leaves(sample))
 
 
-@pytest.fixture
-def copy_of(directory, monkeypatch):
-    """A function that returns a copy with a task as a module, and a function that returns the flags
-    of its first command, with lists in place of some, and the DataLoaders."""
-
-    def copy_of(task):
-        monkeypatch.chdir(directory(task))
-        mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task), exits=True)
-
-        def loaders(**changed):
-            flags = [*commands(task)[1], *FLAGS_OF.get(task, []), "--batch-size", "8"]
-            flags = [x for flag in flags for x in changed.get(flag, [flag])]
-            monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
-            args = mine.parse_args("", mine.add_flags)
-            mine.set_batch_sizes(args, 1, 1)
-            Path(args.output_dir).mkdir(exist_ok=True)
-            return args, *mine.load_data(args, accelerate.Accelerator(cpu=True))
-
-        return mine, loaders
-
-    return copy_of
-
-
-@pytest.mark.parametrize("task", WITH_DATA)
-def test_no_test_sample_is_trained_on_and_random_numbers_are_for_training(task, copy_of):
+def assert_no_test_sample_is_trained_on(task, mine, args, train, test):
     """The training set has another order in each epoch."""
-    mine, loaders = copy_of(task)
-    args, train, test = loaders()
     trained, tested = train.dataset, {*contents(test.dataset)}
     orders = (getattr(mine, "Ordered", ()), getattr(mine, "ByLane", ()))
     is_ordered = isinstance(trained, orders)
@@ -261,19 +215,10 @@ def rows_in(path):
     return rows
 
 
-def shortened(flag):
-    """The name of a file with the first rows of one, or of the same folder."""
-    path = Path(flag)
-    if path.is_dir():
-        return flag
-    short = path.with_stem(f"{path.stem}-short")
-    short.write_text("".join(path.read_text().splitlines(keepends=True)[:64]))
-    return str(short)
-
-
 @cache
-def with_datasets(flag):
-    """The rows of a flag as the `datasets` library saves them, and as a folder of Parquet files."""
+def as_dataset(flag, saved):
+    """Write the rows of a flag by the `datasets` library: saved to the disk, or as a folder of
+    Parquet files. Return their source."""
     made = datasets.Dataset.from_list(rows_in(Path(flag)))
     image, audio = datasets.Image(), datasets.Audio()
     kinds = {"image": image, "audio": audio, "images": datasets.List(image)}
@@ -281,45 +226,60 @@ def with_datasets(flag):
         made = made.cast_column(name, kinds[name])
     if "label" in made.column_names:
         made = made.class_encode_column("label")
-    made.save_to_disk(f"{flag}.saved")
+    if saved:
+        made.save_to_disk(f"{flag}.saved")
+        return f"{flag}.saved"
     Path(f"{flag}.files").mkdir()
     made.to_parquet(f"{flag}.files/train.parquet")
-    return f"{flag}.saved", f"{flag}.files:train"
+    return f"{flag}.files:train"
 
 
-def once(task):
-    """A parameter of the test. Some tasks read their rows by the functions of another one."""
-    redundant = task in {"balanced", "vit", "seq2seq", "masked_lm", "fine_tune_speech"}
-    return pytest.param(task, marks=[pytest.mark.redundant] * redundant)
+def other_sources(task):
+    """Return {flag of its first command: flags in its place}, which name the same rows."""
+    flags = flags_of_rows(task)
+    folder = flags[0]
+    *others, last = [f"{folder}/train", f"{folder}/test"] if task in FOLDERS else flags
+    sources = [*(as_dataset(x, saved=True) for x in others), as_dataset(last, saved=False)]
+    if task in FOLDERS:
+        return {folder: [sources[0], "--test", sources[1]]}
+    return {flag: [source] for flag, source in zip(flags, sources, strict=True)}
 
 
-@pytest.mark.parametrize("task", [once(task) for task in OF_ROWS])
-def test_all_sources_give_a_task_the_same_samples(task, copy_of):
-    _, loaders = copy_of(task)
-    flags = [shortened(flag) for flag in flags_of_rows(task)]
-    short = dict(zip(flags_of_rows(task), flags, strict=True))
-    _, *expected = loaders(**{flag: [file] for flag, file in short.items()})
-    folder = flags[0] if task in FOLDERS else None
-    flags = [f"{folder}/train", f"{folder}/test"] if folder else flags
-    for sources in zip(*map(with_datasets, flags), strict=True):
-        changed = {flag: [x] for flag, x in zip(short, sources, strict=False)}
-        if folder:
-            changed = {folder: [sources[0], "--test", sources[1]]}
-        _, *found = loaders(**changed)
-        for one, other in zip(found, expected, strict=True):
-            pair = ([*contents(x.dataset, most=50)] for x in (one, other))
-            assert next(pair) == next(pair), sources
-
-
-@pytest.mark.parametrize("task", [x for x in OF_ROWS if flags_of_rows(x)[0].endswith(".jsonl")])
-def test_a_row_without_a_value_or_with_one_of_another_type_is_one_line(task, copy_of):
-    _, loaders = copy_of(task)
-    flag = flags_of_rows(task)[0]
+def bad_sources(flag):
+    """Yield files whose second row is without a value, or has one of another type."""
     first, row, *_ = [json.loads(x) for x in Path(flag).read_text().splitlines()]
-    values = [(name, value) for name in row for value in (None, {"a": 1})]
-    for number, (name, value) in enumerate(values):
+    for number, (name, value) in enumerate(product(row, (None, {"a": 1}))):
         path = flag.replace(".jsonl", f"{number}.jsonl")
         toy.write_json_lines(Path(path), [first, row | {name: value}])
+        yield path
+
+
+@pytest.mark.parametrize("task", WITH_DATA)
+def test_each_source_gives_a_task_its_samples_and_none_of_the_test_to_training(
+    task, directory, monkeypatch
+):
+    """Random numbers are for training. A row that cannot be read is one line."""
+    monkeypatch.chdir(directory(task))
+    mine = load(make(Path(f"{task}_data.py").absolute(), "ddp", task), exits=True)
+
+    def loaders(**changed):
+        flags = [*commands(task)[1], *FLAGS_OF.get(task, "").split(), "--batch-size", "8"]
+        flags = [x for flag in flags for x in changed.get(flag, [flag])]
+        monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--output-dir", f"data_of_{task}"])
+        args = mine.parse_args("", mine.add_flags)
+        mine.set_batch_sizes(args, 1, 1)
+        Path(args.output_dir).mkdir(exist_ok=True)
+        return args, *mine.load_data(args, accelerate.Accelerator(cpu=True))
+
+    args, *both = loaders()
+    assert_no_test_sample_is_trained_on(task, mine, args, *both)
+    if task not in OF_ROWS:
+        return
+    expected = [[*contents(x.dataset, most=50)] for x in both]
+    _, *both = loaders(**other_sources(task))
+    assert [[*contents(x.dataset, most=50)] for x in both] == expected
+    flag = flags_of_rows(task)[0]
+    for path in bad_sources(flag) if flag.endswith(".jsonl") else ():
         with pytest.raises(Exit) as error:
             loaders(**{flag: [path]})
         line = str(error.value)

@@ -2,11 +2,11 @@
 
 import json
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import make_results
+import psutil
 import pytest
 from conftest import NARROW, copy, load
 from processes import ROOT, Launched, forked, launch, wait_until
@@ -51,25 +51,21 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_nothing_running(tmp_pat
     command = [sys.executable, ROOT / "benchmarks/bench.py", "--model", "simple_cnn"]
     command += ["--batch-size", "8", "--steps", "3", "--processes", "1"]
     command += ["--recipes", "plain_ddp --workers 0", "ddp_cifar --max-steps 1000000"]
-    with open(tmp_path / "log", "w") as log, open(tmp_path / "errors", "w") as errors:
-        # As in the background of a script.
-        options = {"output": log, "errors": errors, "ignored": [signal.SIGINT]}
-        process = Launched([*command, "--output-dir", tmp_path / "out"], **options)
-
-    def ranks():
-        pattern = f"run ddp_cifar .*{tmp_path}"
-        return subprocess.run(["pgrep", "-f", pattern], capture_output=True).stdout.split()
-
+    command += ["--output-dir", tmp_path / "out"]
+    files = {"output": tmp_path / "log", "errors": tmp_path / "errors"}
+    # As in the background of a script.
+    process = Launched(command, ignored=[signal.SIGINT], **files)
     try:
         wait_until(lambda: list((tmp_path / "out").glob("tmp*/metrics.jsonl")))
-        assert len(ranks()) >= 2  # with the launcher
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 2  # with the launcher
         process.send_signal(signal.SIGINT)
         process.wait(180)
     finally:
         process.send_signal(signal.SIGTERM)  # and it ends what it has started
     output, errors = ((tmp_path / name).read_text() for name in ("log", "errors"))
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    wait_until(lambda: not ranks())  # they have sessions of their own and follow their launcher
+    wait_until(lambda: not any(x.is_running() for x in started))  # ranks follow their launcher
     [path] = (tmp_path / "out").glob("*.json")
     assert {*path.parent.iterdir()} == {path, path.with_suffix(".md")}
     baseline, endless = json.loads(path.read_text())["configurations"]
@@ -150,17 +146,15 @@ def test_the_tuned_baseline_trains_the_same_on_one_process_and_two():
         assert float(one[7][:-1]) == pytest.approx(float(two[7][:-1]), abs=0.8)  # of 128 images
 
 
-def test_medians_over_the_rounds_and_ratios_within_them(monkeypatch):
-    # The machine slows down fivefold: each round's ratio is what counts.
+def test_scaling_is_that_within_a_round_and_what_has_failed_has_no_ratios(monkeypatch):
     names = ("plain_ddp", 2), ("ddp_cifar", 1), ("ddp_cifar", 2)
     baseline, one, two = all_of_them = [bench.Configuration(*x) for x in names]
     baseline.samples, one.samples = samples(100, 50, 20), samples(100, 60, 30)
-    two.samples = samples(300, 100, 50)
+    two.samples = samples(400, 100, 50)
     for gpus, scaling in ((0, 5 / 3), (2, 5 / 6)):
         monkeypatch.setattr(bench, "GPUS", gpus)
-        got = two.results(all_of_them)
-        assert got["scaling"] == pytest.approx(scaling) and got["ratio"] == 2.5
-        assert (got["samples_per_second"], got["least"], got["most"]) == (100, 50, 300)
+        assert two.results(all_of_them)["scaling"] == pytest.approx(scaling)
+    assert two.results(all_of_them)["ratio"] == 2.5
     assert baseline.results(all_of_them)["scaling"] is one.results(all_of_them)["ratio"] is None
     baseline.failure = "in a later round"
     assert two.results(all_of_them)["ratio"] is None and baseline.results(all_of_them) == {}
@@ -257,11 +251,8 @@ def test_what_is_incomplete_is_not_published(main, tmp_path):
 def test_the_pages_show_the_results():
     for page in make_results.PAGES:
         assert make_results.filled(page.read_text()) == page.read_text(), "run make results"
-    published = (make_results.RESULTS / "accuracy.md").read_text()
-    assert published == make_results.accuracy_table()
-
-
-def test_the_table_of_other_scripts_is_that_of_their_results():
-    others = load("benchmarks/others.py")
-    content = json.loads((make_results.RESULTS / "others.json").read_text())
-    assert (make_results.RESULTS / "others.md").read_text() == others.table(content)
+    tables = {"accuracy": make_results.accuracy_table()}
+    others = json.loads((make_results.RESULTS / "others.json").read_text())
+    tables["others"] = load("benchmarks/others.py").table(others)
+    for name, table in tables.items():
+        assert (make_results.RESULTS / f"{name}.md").read_text() == table

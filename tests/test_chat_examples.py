@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import loss_of_step, make
+from composed import loss_of_step, make, train
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import lib, lora, peft, preferences, sft, transformers
-from processes import train_forked
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -53,11 +52,8 @@ def tokenized(tokenizer, messages, first=0):
 
 
 def trained(tokenizer, messages, tools=None):
-    """The text of the targets of a conversation, or the error."""
-    try:
-        (sample,) = lib.chat.samples_of(tokenizer, messages, ARGS, tools)
-    except ValueError as error:
-        return f"error: {error}"
+    """The text of the targets of a conversation."""
+    (sample,) = lib.chat.samples_of(tokenizer, messages, ARGS, tools)
     targets = sample[:, 1]
     return tokenizer.decode(targets[targets != -100])
 
@@ -81,19 +77,30 @@ def calling(arguments):
 
 
 @pytest.mark.parametrize(
-    ("content", "answer", "expected"),
+    ("messages", "said"),
     [
-        ("{{ x.content }}", {"weight": 0.5}, "error: the weight of a message is 0.5"),
-        ("{{ x.content }}", {"refusal": "No."}, "error: 'refusal' would be ignored: remove it"),
-        ("{{ x.get('refusal', '') }}{{ x.content }}", {"refusal": "No."}, "No.b<|end|>"),
-        ("{{ x.content }}", {"function_call": None, "id": 3, "model_name": "m"}, "b<|end|>"),
-        ("{{ x.content }}", {"role": "gpt"}, "error: no message has the role assistant, but user"),
+        (chat("a", {"content": "b", "weight": 0.5}), "the weight of a message is 0.5"),
+        (chat("a", {"content": "b", "refusal": "No."}), "'refusal' would be ignored: remove it"),
+        (chat("a", {"content": "b", "role": "gpt"}), "no message has the role assistant, but user"),
+        (chat("a", "b")[1:], "nothing comes before the answer"),
+        (chat({"content": None}, "b"), "the content of a message is None, which is no text"),
+        (chat({"content": [{"type": "image", "url": "a.png"}]}, "b"), "'text'"),
+        (chat("ob", "ject"), "message 2 shares a token with another one"),
     ],
 )
-def test_a_key_of_a_message_is_used_or_refused(content, answer, expected, tokenizer):
-    tokenizer.chat_template = writing(content)
-    found = trained(tokenizer, chat("a", {"content": "b", **answer}))
-    assert found[: len(expected)] == expected
+def test_a_chat_that_cannot_be_trained_as_it_is_meant_is_an_error(messages, said, tokenizer):
+    tokenizer.chat_template = "{% for x in messages %}{{ x.content }}{% endfor %}"
+    with pytest.raises((KeyError, ValueError), match=said):
+        trained(tokenizer, messages)
+
+
+def test_keys_that_the_template_reads_or_that_are_harmless_and_parts_are_no_error(tokenizer):
+    tokenizer.chat_template = writing("{{ x.get('refusal', '') }}{{ x.content }}")
+    parts = [{"type": "text", "text": text} for text in ("b", " c")]
+    answer = {"refusal": "No.", "content": parts, "function_call": None, "id": 3, "model_name": "m"}
+    assert trained(tokenizer, chat("a", answer)) == "No.b c<|end|>"
+    harmless = {"system": None, "prompt_id": 3, "score-chosen": 1, "messages": []}
+    lib.turns.check_keys(harmless, ["messages"])
 
 
 TEXT = '{"city":"Köln","days":[3]}'
@@ -115,13 +122,6 @@ def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, o
         messages = [question, {"role": "assistant", **calling(given)}]
         for tools in (None, '[{"type": "function", "function": {"name": "weather"}}]'):
             assert trained(tokenizer, messages, tools) == f"weather {expected}<|end|>"
-
-
-def test_a_key_of_a_row_is_used_or_harmless():
-    harmless = {"system": None, "prompt_id": 3, "score-chosen": 1, "messages": []}
-    lib.turns.check_keys(harmless, ["messages"])
-    with pytest.raises(ValueError, match="'system' would be ignored"):
-        lib.turns.check_keys({**harmless, "system": "a"}, ["messages"])
 
 
 def test_notes_are_said_once(tokenizer, capsys):
@@ -147,12 +147,6 @@ def test_texts_of_others_take_linear_time(tokenizer):
     tokenizer.chat_template = date + "strftime_now('" * 10**5 + "#}" + tokenizer.chat_template
     text = tokenizer.decode(tokenized(tokenizer, CHATS[0])[:, 0])
     assert text.startswith("26 Jul 20242024-07-26<|user|>")
-
-
-def test_a_token_of_two_messages_is_an_error(tokenizer):
-    tokenizer.chat_template = "{% for x in messages %}{{ x.content }}{% endfor %}"
-    found = trained(tokenizer, chat("ob", "ject"))
-    assert found.startswith("error: message 2 shares a token with another one")
 
 
 WHOLE = writing("{{ x.content }}")
@@ -183,20 +177,6 @@ def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(case, base, tmp_path, m
     assert [said in line for line in found] == [True] if said else found == []
 
 
-def test_contents_are_texts_and_an_answer_has_a_question_or_it_is_an_error():
-    with pytest.raises(ValueError, match="nothing comes before the answer"):
-        lib.turns.answers_in(CHATS[0][1:])
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
-    assert lib.chat.with_text({"role": "user", "content": parts})["content"] == "a b"
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
-    assert lib.chat.with_text(call) == {**call, "content": ""}
-    for content in (None, 3, {"text": "a"}):
-        with pytest.raises(ValueError, match="which is no text"):
-            lib.chat.with_text({"role": "user", "content": content})
-    with pytest.raises(KeyError):
-        lib.chat.with_text({"role": "user", "content": [{"type": "image", "url": "a.png"}]})
-
-
 def by_hand(model, sample):
     """Return the log-probabilities of a sample's targets in float64, without padding."""
     tokens, targets = sample.T
@@ -220,69 +200,26 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
         torch.testing.assert_close(gradient(model, loss), expected, rtol=1e-4, atol=1e-6)
 
 
-def pairs_of(tokenizer):
-    """Two pairs of samples, of prompts with a common answer in it and without."""
-    found = []
+def test_dpo_is_the_papers_loss(model, tokenizer):
+    """arXiv:2305.18290, equation 7, of each conversation alone, and its gradient. The prompt of the
+    first pair has an answer in it."""
+    reference, pairs = -10 * torch.rand(2, 2), []
     for messages in CHATS[1:3]:
         rejected = [*messages[:-1], {"role": "assistant", "content": "I do not want to say"}]
-        first = len(messages) - 1
         both = messages, rejected
-        found.append([tokenized(tokenizer, x, first=first) for x in both])
-    return found
-
-
-def test_dpo_is_the_papers_loss_and_gradient(model, tokenizer):
-    """arXiv:2305.18290, equation 7 and the gradient below it, of each conversation alone."""
-    pairs = pairs_of(tokenizer)
-    reference = -10 * torch.rand(2, 2)
-    ours = [[by_hand(model, sample).sum() for sample in pair] for pair in pairs]
-    losses, gradients = [], []
-    for (chosen, rejected), theirs in zip(ours, reference.double(), strict=True):
-        margin = ARGS.beta * ((chosen - theirs[0]) - (rejected - theirs[1]))
-        losses.append(torch.log1p(torch.exp(-margin)))
-        share = ARGS.beta / (1 + torch.exp(margin))
-        gradients.append(-share * gradient(model, chosen - rejected).detach())
+        pairs.append([tokenized(tokenizer, x, first=len(x) - 1) for x in both])
+    ours = [torch.stack([by_hand(model, sample).sum() for sample in pair]) for pair in pairs]
+    rewards = ARGS.beta * (torch.stack(ours) - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    losses = torch.log1p(torch.exp(-margins))
+    expected = gradient(model, losses.mean())
     sequences = lib.chat.pad_chats([x for pair in pairs for x in pair]).unflatten(0, (2, 2))
-    ours = [[by_hand(model, sample).sum().item() for sample in pair] for pair in pairs]
     values = preferences.compute_loss(model, (sequences, reference), ARGS)
-    torch.testing.assert_close(values["loss"].double(), torch.stack(losses), rtol=1e-5, atol=1e-5)
-    ours = torch.tensor(ours, dtype=torch.float64) - reference
-    margins = ARGS.beta * (ours[:, 0] - ours[:, 1])
+    torch.testing.assert_close(values["loss"].double(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values["margin"].double(), margins, rtol=1e-5, atol=1e-5)
-    assert values["accuracy"].tolist() == (ours[:, 0] > ours[:, 1]).tolist()
-    expected = torch.stack(gradients).mean(0)
+    assert values["accuracy"].tolist() == (margins > 0).tolist()
     actual = gradient(model, values["loss"].mean())
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-
-
-PROMPT, OTHER = CHATS[1][:3], {"role": "assistant", "content": "no"}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"chosen": CHATS[1], "rejected": [*PROMPT, OTHER]},
-        {"prompt": PROMPT, "chosen": "Yes,\n\nI am", "rejected": "no"},
-    ],
-)
-def test_pairs_in_the_forms_of_data_sets(line, base, tokenizer, tmp_path):
-    """Targets are of the last answer alone, and pairs without a difference are left out."""
-    path = tmp_path / "pairs.jsonl"
-    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
-    toy.write_json_lines(path, [line, line, same, *[line] * 8])
-    lib.chat.TARGETS.clear()
-    args = SimpleNamespace(base=base, chat_template=None, output_dir=tmp_path, pairs=path, seed=0)
-    args.test, args.prompt, args.chosen, args.rejected = None, "prompt", "chosen", "rejected"
-    args.length, args.batch_size, args.global_batch_size = 1000, 3, 6
-    train, test = preferences.load_data(args, SimpleNamespace(is_main_process=True))
-    assert (len(train.dataset), len(test.dataset)) == (6, 1), "whole global batches"
-    sequences, reference = next(iter(test))
-    assert reference.shape == (1, 2)
-    both = CHATS[1], [*PROMPT, OTHER]
-    expected = lib.chat.pad_chats([tokenized(tokenizer, x, first=3) for x in both])
-    assert torch.equal(sequences[0], expected)
-    trained = [tokenizer.decode(x[x != -100]) for x in sequences[0, :, :, 1]]
-    assert trained == ["Yes,\n\nI am<|end|>", "no<|end|>"]
 
 
 def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropped():
@@ -292,38 +229,40 @@ def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropp
             assert lib.pairs.conversation(whole[:end], whole[begin:]) == whole
             assert lib.pairs.conversation(whole[begin:end], whole) == whole
     assert lib.pairs.conversation("1 + 1", "2") == CHATS[1][:2]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "error"),
-    [
-        ({"role": "user"}, "a", "is no text, and no list of messages"),
+    for prompt, answer, error in (
         ("a", ["b"], "is no text, and no list of messages"),
         ("a", chat("b", "c"), "begins with no message of the prompt"),
-    ],
-)
-def test_pairs_in_no_known_form_are_an_error(prompt, answer, error):
-    with pytest.raises(ValueError, match=error):
-        lib.pairs.conversation(prompt, answer)
+    ):
+        with pytest.raises(ValueError, match=error):
+            lib.pairs.conversation(prompt, answer)
 
 
 def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path):
     """In a checkpoint after some steps, on two processes: of each pair, in the data's order, also
-    of a last batch that is padded. A checkpoint has it, so a resumed run computes none."""
-    answers = [(f"{i}?", "yes" * (1 + i % 7), "no" * (1 + i % 3)) for i in range(41)]
-    lines = [dict(zip(("prompt", "chosen", "rejected"), x, strict=True)) for x in answers]
+    of a last batch that is padded. A checkpoint has it, so a resumed run computes none. In each
+    form of a row the last answers are compared, and a row without a difference is left out."""
+    texts = [(f"{i}?", "yes" * (1 + i % 7), "no" * (1 + i % 3)) for i in range(39)]
+    names = "prompt", "chosen", "rejected"
+    rejected = [*CHATS[1][:3], {"role": "assistant", "content": "no"}]
+    lines = [
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"chosen": CHATS[1], "rejected": rejected},
+        {"prompt": CHATS[1][:3], "chosen": CHATS[1][3]["content"], "rejected": "no"},
+        *(dict(zip(names, x, strict=True)) for x in texts),
+    ]
+    pairs = [(CHATS[1], rejected)] * 2
+    pairs += [(chat(prompt, one), chat(prompt, other)) for prompt, one, other in texts]
     toy.write_json_lines(tmp_path / "pairs.jsonl", lines)
     flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
     script = make(tmp_path / "mine.py", "ddp", "preferences", "lora")
-    (run,) = train_forked(tmp_path, (2, script, flags))
+    (run,) = train(tmp_path, (2, script, flags))
     content = torch.load(run.directory / "step-00000003.pt", weights_only=True)
     found = torch.cat(content["states"]["reference"]["of"])
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = []
-    for line in lines:
-        both = [lib.pairs.conversation(line["prompt"], line[x]) for x in ("chosen", "rejected")]
-        samples = [tokenized(tokenizer, x, first=1) for x in both]
+    for both in pairs:
+        samples = [tokenized(tokenizer, x, first=len(x) - 1) for x in both]
         expected.append([by_hand(model, sample).sum().item() for sample in samples])
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
@@ -340,7 +279,7 @@ def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
     tokens = torch.arange(30)[None]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     before = plain(tokens).logits
-    runs = train_forked(tmp_path, *runs)
+    runs = train(tmp_path, *runs)
     for run in runs:
         trained = lora.with_lora(sft.build_model(SimpleNamespace(base=base, base_dtype="bfloat16")))
         weights = load_file(run.directory / "model.safetensors")

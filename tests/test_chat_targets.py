@@ -14,9 +14,7 @@ pytestmark = pytest.mark.slow
 
 ARGS = SimpleNamespace(length=10**6)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-WORDS = (
-    "one two a A USER ASS <b> </b> <answer> <thing> thought : 4.2 Köln \\nabla 🙂 {'x'} \n \n\n -"
-)
+WORDS = "one a A USER ASS <b> </b> <answer> <thing> thought : 4.2 Köln \\nabla 🙂 {'x'} \n \n\n -"
 SPECIAL = "<s> <|end|> <|user|> <|assistant|> <|system|> <|tool|> <think> </think> <tool_call>"
 TRAITS = {
     # What is before an answer, before another message, and behind that.
@@ -48,10 +46,6 @@ TRAITS = {
 }
 
 
-def draw_form(rng):
-    return {name: rng.choice(values) for name, values in TRAITS.items()}
-
-
 def draw_text(rng):
     words = rng.choices(WORDS.split(" "), k=rng.randint(1, 5))
     return rng.choice(["", " ", "\n"]) + " ".join(words) + rng.choice(["", "", " "])
@@ -59,9 +53,8 @@ def draw_text(rng):
 
 def draw_chat(rng):
     """Return messages, and the tools or None."""
-    messages = (
-        [{"role": "system", "content": f"Be brief. {draw_text(rng)}"}] if rng.random() < 0.3 else []
-    )
+    system = {"role": "system", "content": f"Be brief. {draw_text(rng)}"}
+    messages = [system] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 3)):
         messages.append({"role": "user", "content": draw_text(rng)})
         if rng.random() < 0.2:
@@ -115,21 +108,17 @@ def template_of(form, is_oracle=False):
     answer += own(f"{{% for y in x.tool_calls or [] %}}{call}{{% endfor %}}")
     end = written(form["end"]) + when("loop.last", written(form["end of whole"]))
     end = own(end, form["marked"] != "answer without its end")
-    answer = {
-        "nothing": answer + end,
-        "answer": marked(answer + end),
-        "answer without its end": marked(answer) + end,
-    }[marks]
+    with_end = {"nothing": answer + end, "answer": marked(answer + end)}
+    answer = with_end.get(marks, marked(answer) + end)
     other += content + end_of_other
     other = other if form["system"] else when("x.role != 'system'", other)
     answer = own(header, not prompts and form["marked"] == "nothing") + answer
     turn = f"{{% if x.role == 'assistant' %}}{answer}{{% else %}}{other}{{% endif %}}"
     prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[form["opens"]]
+    unanswered = "add_generation_prompt and messages[-1].role != 'assistant'"
     prompt = {
         "header": when("add_generation_prompt", header + prompt),
-        "header unless behind an answer": when(
-            "add_generation_prompt and messages[-1].role != 'assistant'", header + prompt
-        ),
+        "header unless behind an answer": when(unanswered, header + prompt),
         "nothing": "",
         "header always": header + when("add_generation_prompt", prompt),
     }[form["prompt"]]
@@ -160,9 +149,8 @@ def expected_samples(form, tokenizer, messages, tools, first):
     options["return_assistant_tokens_mask"] = True
     render = transformers.utils.chat_template_utils.render_jinja_template
     # Of the first messages: the text, and the (begin, end) of what is trained.
-    texts = [
-        [x[0] for x in render([messages[:count]], **options)] for count in range(len(messages) + 1)
-    ]
+    firsts = [messages[:count] for count in range(len(messages) + 1)]
+    texts = [[x for [x] in render([first], **options)] for first in firsts]
     behind = form["headers"][0] if form["prompt"] == "header always" else ""
     parts = []
     for i in answers:
@@ -203,20 +191,14 @@ def both_tokenizers():
     traits = json.dumps(TRAITS, ensure_ascii=False).replace("\\n", "\n").replace("{}", "user")
     rng = random.Random(0)
     corpus = [f"{draw_text(rng)}{text}" for text in traits.split('"') for _ in range(9)]
-    corpus += [
-        WORDS,
-        "TOOL: SYSTEM: weather! Be brief.",
-        json.dumps(TOOLS),
-        "{city: days: 0123456789}",
-    ]
+    corpus += [WORDS, "TOOL: SYSTEM: weather! Be brief. city: days: 0123456789", json.dumps(TOOLS)]
     options = {"vocab_size": 500, "special_tokens": SPECIAL.split(), "show_progress": False}
     bytewise = tokenizers.ByteLevelBPETokenizer()
     bytewise.train_from_iterator(corpus, **options)
     joining = tokenizers.Tokenizer(tokenizers.models.BPE())
     joining.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    joining.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()]
-    )
+    decoders = tokenizers.decoders
+    joining.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     joining.train_from_iterator(corpus, tokenizers.trainers.BpeTrainer(**options))
     kind = transformers.PreTrainedTokenizerFast
     return [kind(tokenizer_object=x, eos_token="<|end|>") for x in (bytewise, joining)]
@@ -242,18 +224,16 @@ def outcome(form, tokenizer, messages, tools, first):
         return "error"
     assert len(samples) == len(expected), case
     for sample, (tokens, targets) in zip(samples, expected, strict=True):
-        shown = [
-            tokenizer.decode([x for x in y if x != -100]) for y in (sample[:, 1].tolist(), targets)
-        ]
-        assert sample.T.tolist() == [tokens, targets], f"{shown}\n{case}"
+        assert sample.T.tolist() == [tokens, targets], case
     return "right"
 
 
-def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=0):
+def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=3):
+    """With this seed, some chat needs each line that finds where an answer begins."""
     rng = random.Random(seed)
     outcomes = []
     for _ in range(125):
-        form = draw_form(rng)
+        form = {name: rng.choice(values) for name, values in TRAITS.items()}
         for _ in range(4):
             messages, tools = draw_chat(rng)
             first = rng.choice([0, 0, 0, len(messages) - 1])

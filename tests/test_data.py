@@ -37,7 +37,7 @@ def test_pixels_are_those_of_torchvisions_transforms(images_and_labels, seed):
     batch, batch_labels = dataset.__getitems__(indices)
     assert batch.is_contiguous(memory_format=torch.channels_last) and not batch.is_contiguous()
     assert batch_labels.tolist() == labels[indices].tolist()
-    flips = 0
+    flips, places = 0, set()
     for pixels, index in zip(batch, indices, strict=True):
         top, left, flip = dataset.augmentation[:, index].tolist()
         image = T.Pad(4 if seed else 0)(T.ToPILImage()(images[index].permute(2, 0, 1)))
@@ -47,14 +47,9 @@ def test_pixels_are_those_of_torchvisions_transforms(images_and_labels, seed):
             pixels, NORMALIZE(T.ToTensor()(image)), rtol=0, atol=ROUNDING_FLOAT32
         )
         flips += flip
+        places |= {top, left}
     assert 16 < flips < 48 if seed else flips == 0
-
-
-def test_crops_are_all_those_that_torchvisions_random_crop_can_draw(images_and_labels):
-    drawn = [augmented(images_and_labels, 0, epoch).augmentation[:2] for epoch in range(20)]
-    sample = torch.zeros(3, 40, 40)
-    torch_drawn = {T.RandomCrop.get_params(sample, (32, 32))[0] for _ in range(1000)}
-    assert set(torch.cat(drawn).unique().tolist()) == torch_drawn == set(range(9))
+    assert places == ({*range(9)} if seed else {0}), "all that a RandomCrop can draw"
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(images_and_labels):

@@ -1,6 +1,5 @@
 """A machine that is lost, and one that comes back: two of torch's launchers as two machines."""
 
-import os
 import re
 import sys
 
@@ -41,9 +40,7 @@ class Machine:
         command = [*TORCHRUN, "--rdzv_endpoint", f"localhost:{port}", "--rdzv_conf", conf]
         command += [directory / "mine.py", *FLAGS, "--output-dir", directory / "run"]
         more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "GATE": gate}
-        with open(self.log, "w") as file:
-            environment = {**os.environ, **more}
-            self.launcher = Launched(command, env=environment, output=file, session=True)
+        self.launcher = Launched(command, env=more, output=self.log, session=True)
 
     def kill(self):
         """As when it loses its power: the launcher and its rank, which is in another session."""

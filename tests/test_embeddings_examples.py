@@ -3,24 +3,15 @@ however it is divided. That copies of them pass `make check`: test_adapting.py."
 
 import json
 import math
-from copy import deepcopy
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import toy
-from composed import make
-from conftest import (
-    ROUNDING,
-    ROUNDING_FLOAT32,
-    Exit,
-    assert_same_training,
-    exit_by_exception,
-)
+from composed import make, train
+from conftest import ROUNDING, ROUNDING_FLOAT32, Exit, assert_same_training, exit_by_exception
 from lazy import clip, contrastive, embeddings, lib, sentence_transformers, transformers
 from PIL import Image
-from processes import train_forked
 from torch.nn import functional as F
 
 from ddp_cifar import seed_rng
@@ -29,28 +20,19 @@ from lib import negatives
 pytestmark = pytest.mark.slow
 
 IN_FLOAT64 = [
-    (
-        "from_config(config, dtype=torch.float32), pooling)",
-        "from_config(config), pooling).double()",
-    ),
+    ("config, dtype=torch.float32), pooling)", "config), pooling).double()"),
     (".train(), pooling)", ".train(), pooling).double()"),
     ("hidden.float()", "hidden"),
     ("log_scale.float()", "log_scale"),
     ("ROWS = 1024", "ROWS = 5"),  # few rows at a time
 ]
-IMPORTS = ["transformers.models.bert.modeling_bert", "peft"]
-IMPORTS += ["transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"]
-train = partial(train_forked, imports=IMPORTS)
 FLAGS = ["--cpu", "--max-steps", 3, "--global-batch-size", 16, "--clip-norm", 1e6, "--lr", 3e-3]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """The flags of a training on 193 pairs. The test set has 20."""
-    directory = tmp_path_factory.mktemp("texts")
-    lines = [line[:40] for line in toy.LINES]
-    rows = [{"anchor": f"{i} {lines[i]}", "positive": f"{lines[-i]} {i}"} for i in range(193)]
-    toy.write_json_lines(directory / "pairs.jsonl", rows)
+def bases(tmp_path_factory):
+    """A directory of a BERT without dropout, and of two that sentence-transformers has saved."""
+    directory = tmp_path_factory.mktemp("bases")
     torch.manual_seed(0)
     toy.bert(directory)
     config = directory / "bert/config.json"
@@ -60,13 +42,10 @@ def texts(tmp_path_factory):
     config = directory / "cls/1_Pooling/config.json"  # as former versions have saved it
     former = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False}
     config.write_text(json.dumps(former | {"pooling_mode_cls_token": True}))
-    flags = ["--pairs", directory / "pairs.jsonl", *FLAGS]
-    flags += ["--base", directory / "bert"]
-    return SimpleNamespace(directory=directory, rows=rows, flags=flags)
+    return directory
 
 
 def with_pooling(directory, name, mode):
-    """Save the model of `texts` as sentence-transformers does."""
     modules = sentence_transformers.sentence_transformer.modules
     words = modules.Transformer(str(directory / "bert"))
     layers = [words, modules.Pooling(64, pooling_mode=mode), modules.Normalize()]
@@ -87,29 +66,59 @@ def captions(tmp_path_factory):
     return path
 
 
-def clip_config(captions, eos):
-    config = transformers.CLIPConfig.from_pretrained(captions / "clip")
-    config.text_config.eos_token_id = eos
-    return config
+@pytest.fixture(scope="module")
+def trained(bases, tmp_path_factory):
+    """{name: the outputs of the training}, and the 193 triples. A triple has two negatives of its
+    own, one with token 0. The test set has 20."""
+    path = tmp_path_factory.mktemp("trained")
+    lines = [line[:40] for line in toy.LINES]
+    pairs = [(f"{i} {lines[i]}", f"{lines[-i]} {i}") for i in range(193)]
+    wrong = [(f"{positive} not", f"<pad> {anchor}") for anchor, positive in pairs[::-1]]
+    names = "anchor", "positive", "negative_1", "negative_2"
+    texts = [(*x, *y) for x, y in zip(pairs, wrong, strict=True)]
+    triples = [dict(zip(names, x, strict=True)) for x in texts]
+    toy.write_json_lines(path / "triples.jsonl", triples)
+    flags = [*FLAGS, "--pairs", path / "triples.jsonl"]
+    runs = {
+        "whole": ("ddp", "bert", 1),
+        "ddp": ("ddp", "bert", 2),
+        "sharded": ("sharded", "bert", 2),
+    }
+    runs |= {base: ("ddp", base, 2) for base in ("cls", "last")}
+    described = []
+    for recipe, base, processes in runs.values():
+        script = make(path / f"{recipe}.py", recipe, "embeddings", replaced=IN_FLOAT64)
+        own = ["--base", bases / base, "--batch-size", 16 if processes == 1 else 4]
+        described.append((processes, script, [*flags, *own]))
+    return dict(zip(runs, train(path, *described), strict=True)), triples
 
 
-def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(texts, tmp_path):
+def test_any_division_of_the_global_batch_trains_as_the_whole_at_once(trained):
     """Also sharded. One process has the whole in one microbatch, by plain autograd."""
-    runs = []
-    for processes, recipe, size in ((1, "ddp", 16), (2, "ddp", 4), (2, "sharded", 4)):
-        script = make(tmp_path / f"{recipe}.py", recipe, "embeddings", replaced=IN_FLOAT64)
-        runs.append((processes, script, [*texts.flags, "--batch-size", size]))
-    expected, *results = train(tmp_path, *runs)
-    for result in results:
+    runs, _ = trained
+    expected = runs["whole"]
+    for result in (runs["ddp"], runs["sharded"]):
         assert_same_training(expected, result, ROUNDING)
     assert {len(x) for x in (expected.train, expected.evaluations)} == {3, 1}
     scale = expected.weights["log_scale"].item()
     assert scale != pytest.approx(math.log(20), abs=1e-4), "learned"
 
 
-def test_cached_gradients_are_those_of_the_whole_batch_at_once(texts):
+def assert_same_losses(run, other):
+    losses, expected = ([line["loss"] for line in x.train] for x in (run, other))
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_any_division_of_views_has_the_loss_of_the_whole(tmp_path):
+    script = make(tmp_path / "contrastive.py", "ddp", "contrastive")
+    flags = ["--data", "synthetic", *FLAGS, "--batch-size"]
+    runs = train(tmp_path, (1, script, [*flags, 16]), (2, script, [*flags, 4]))
+    assert_same_losses(*runs)
+
+
+def test_cached_gradients_are_those_of_the_whole_batch_at_once(bases):
     """Of a model with dropout, which is the same in both passes, by plain autograd."""
-    model = embeddings.build_model(SimpleNamespace(base=texts.directory / "bert"))
+    model = embeddings.build_model(SimpleNamespace(base=bases / "bert"))
     for module in model.modules():
         module.p = 0.2
     here = SimpleNamespace(process_index=0, num_processes=1, gather=lambda x: x)
@@ -131,41 +140,18 @@ def test_cached_gradients_are_those_of_the_whole_batch_at_once(texts):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_any_division_of_views_has_the_loss_of_the_whole(tmp_path):
-    script = make(tmp_path / "contrastive.py", "ddp", "contrastive")
-    flags = ["--data", "synthetic", *FLAGS, "--batch-size"]
-    runs = train(tmp_path, (1, script, [*flags, 16]), (2, script, [*flags, 4]))
-    assert_same_losses(*runs)
-
-
-def assert_same_losses(run, other):
-    losses, expected = ([line["loss"] for line in x.train] for x in (run, other))
-    assert losses == pytest.approx(expected, rel=1e-4)
-
-
-def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(texts, tmp_path):
+def test_sentence_transformers_encodes_by_the_pooling_that_was_trained(trained):
     """The reference is the loss of the test set, whose last batches are filled up on two processes.
-    A triple has two negatives of its own, one with token 0. A base of transformers alone has the
-    mean as pooling."""
-    triples = [
-        {**row, "negative_1": f"{other['positive']} not", "negative_2": f"<pad> {other['anchor']}"}
-        for row, other in zip(texts.rows, texts.rows[::-1], strict=True)
-    ]
-    toy.write_json_lines(tmp_path / "triples.jsonl", triples)
-    script = make(tmp_path / "mine.py", "ddp", "embeddings", replaced=IN_FLOAT64)
-    flags = [*texts.flags, "--max-steps", 4, "--pairs", tmp_path / "triples.jsonl"]
-    bases = {"cls": 2, "last": 1, "bert": 1}  # of processes
-    flags += ["--batch-size", 4, "--base"]
-    runs = [(count, script, [*flags, texts.directory / base]) for base, count in bases.items()]
-    runs = train(tmp_path, *runs)
-    for run in runs:
+    A base of transformers alone has the mean as pooling."""
+    runs, triples = trained
+    for run in runs.values():
         model = sentence_transformers.SentenceTransformer(str(run.directory), device="cpu")
         columns = [model.encode([row[name] for row in triples[::10]]) for name in triples[0]]
         vectors = [torch.tensor(column).double() for column in columns]
         scale = run.weights["log_scale"].double().exp()
         expected = symmetric_loss(scale)(vectors).item()
         assert run.evaluations[-1]["test_loss"] == pytest.approx(expected, rel=1e-5)
-    assert len({round(run.train[0]["loss"], 3) for run in runs}) == 3
+    assert len({round(run.train[0]["loss"], 3) for run in runs.values()}) == 3
 
 
 def symmetric_loss(scale):
@@ -184,46 +170,33 @@ def test_one_microbatch_that_is_the_whole_goes_through_the_model_once():
     torch.testing.assert_close(values["loss"].mean(), symmetric_loss(1)(pairs.unbind(1)))
 
 
-@pytest.mark.parametrize(
-    ("modules", "config", "said"),
-    [
-        (["Transformer", "Pooling", "Dense"], {}, "has the modules Transformer, Pooling, Dense"),
-        (["Transformer", "Pooling"], {"pooling_mode": "max"}, "no pooling but mean, cls, last"),
-        (
-            ["Transformer", "Pooling", "Normalize"],
-            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-            "no pooling but mean, cls, last",
-        ),
-    ],
-)
-def test_a_base_that_embeds_in_another_way_ends_with_one_line(
-    modules, config, said, tmp_path, monkeypatch
-):
+def test_a_base_that_embeds_in_another_way_ends_with_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("lib.pooling.exit_with_error", exit_by_exception)
-    listed = [{"type": f"sentence_transformers.models.{x}", "path": "1"} for x in modules]
-    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    both = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
     (tmp_path / "1").mkdir()
-    (tmp_path / "1/config.json").write_text(json.dumps(config))
-    with pytest.raises(Exit, match=said):
-        lib.pooling.pooling_of(tmp_path)
+    (tmp_path / "1/config.json").write_text(json.dumps(both))
+    for last, said in (
+        ("Dense", "has the modules Transformer, Pooling, Dense"),
+        ("Normalize", "no pooling but mean, cls, last"),
+    ):
+        kinds = "Transformer", "Pooling", last
+        modules = [{"type": f"sentence_transformers.models.{x}", "path": "1"} for x in kinds]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(Exit, match=said):
+            lib.pooling.pooling_of(tmp_path)
 
 
-def test_a_temperature_is_at_least_that_of_clip():
-    model = torch.nn.Module()
-    model.forward = lambda tokens, attention_mask: SimpleNamespace(
-        last_hidden_state=F.one_hot(tokens, 9).float()
-    )
-    embeddings.with_pairs(model, "mean")
-    tokens = torch.tensor([[4, 4, -100]])
-    pairs = model(tokens, tokens[:, :2])
-    assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(20)
-    model.log_scale.data.fill_(9)
-    pairs = model(tokens, tokens)
-    assert (pairs[0, 0] @ pairs[0, 1]).item() == pytest.approx(100)
+def test_a_temperature_begins_at_a_twentieth_and_is_at_least_that_of_clip(bases):
+    model = embeddings.build_model(SimpleNamespace(base=bases / "bert")).eval()
+    tokens = torch.tensor([[4, 5, -100]])
+    for scale in (20, 100):
+        [[one, other]] = model(tokens, tokens[:, :2])
+        assert (one @ other).item() == pytest.approx(scale, rel=1e-4)
+        model.log_scale.data.fill_(9)
 
 
 def test_views_find_each_other_among_all_views():
-    """nt_xent, by plain sums in float64."""
+    """nt_xent, of a few rows at a time, by plain sums in float64."""
     pairs = torch.randn(11, 2, 4).double()
     views = pairs.flatten(0, 1)
     products = (views @ views.T).fill_diagonal_(-math.inf)
@@ -231,7 +204,9 @@ def test_views_find_each_other_among_all_views():
     found = (products <= partner[:, None]).all(1).float().view(-1, 2).mean(1)
     losses = (products.logsumexp(1) - partner).view(-1, 2).mean(1)
     expected = {"loss": losses, "recall_at_1": found}
-    torch.testing.assert_close(negatives.nt_xent(pairs, torch.arange(11)), expected)
+    parts = [negatives.nt_xent(pairs, rows) for rows in torch.arange(11).split(4)]
+    parts = {name: torch.cat([part[name] for part in parts]) for name in expected}
+    torch.testing.assert_close(parts, expected)
 
 
 def test_views_are_others_in_another_epoch():
@@ -240,47 +215,6 @@ def test_views_are_others_in_another_epoch():
         views.set_epoch(epoch)
         numbers.append(views.numbers.clone())
     assert numbers[0].equal(numbers[2]) and not numbers[0].equal(numbers[1])
-
-
-def test_rows_are_those_of_all_at_once(monkeypatch):
-    pairs = torch.randn(11, 2, 4).double()
-    for losses in (negatives.info_nce, negatives.nt_xent):
-        monkeypatch.setattr(negatives, "ROWS", 4)
-        parts = negatives.means_among_all(list(pairs), losses)
-        whole = {name: x.double().mean() for name, x in losses(pairs, torch.arange(11)).items()}
-        torch.testing.assert_close(parts, whole)
-
-
-@pytest.mark.parametrize("eos", [998, 2], ids=["the end's number", "that of old configs"])
-def test_images_and_captions_have_the_loss_and_the_gradients_of_transformers(
-    eos, captions, tmp_path
-):
-    """Also captions of different lengths, which are padded."""
-    torch.manual_seed(0)
-    reference = transformers.CLIPModel(clip_config(captions, eos)).train()
-    reference.save_pretrained(tmp_path)
-    # The embeddings are in float32, the layers here are not: they would multiply its rounding.
-    reference = reference.double()
-    model = clip.build_model(SimpleNamespace(base=tmp_path)).double()
-    texts = [torch.tensor([997, *range(3, 3 + number), 998]) for number in (4, 1, 12, 2, 7)]
-    images = torch.randn(5, 3, 32, 32, dtype=torch.float64)
-    batch = lib.captions.pad_captions([*zip(images, texts, strict=True)])
-    values = clip.compute_loss(model, batch, None)
-    pixels, tokens = batch
-    halves = deepcopy(model).bfloat16()(pixels.bfloat16(), tokens)
-    assert halves.dtype == torch.float32, "what is compared"
-    masked = {"attention_mask": (tokens >= 0).long(), "input_ids": tokens.where(tokens >= 0, 998)}
-    expected = reference(**masked, pixel_values=pixels, return_loss=True)
-    values["loss"].mean().backward()
-    expected.loss.backward()
-    loss = values["loss"].mean().item()
-    assert loss == pytest.approx(expected.loss.item(), rel=ROUNDING_FLOAT32)
-    found = expected.logits_per_image.argmax(1) == torch.arange(5)
-    assert torch.equal(values["recall_at_1"], found)
-    gradients = dict(model.named_parameters())
-    for name, parameter in reference.named_parameters():  # a key's bias has the gradient 0
-        error = (gradients[name].grad - parameter.grad).norm()
-        assert error <= ROUNDING_FLOAT32 * parameter.grad.norm() + ROUNDING, name
 
 
 def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, tmp_path):
@@ -305,22 +239,23 @@ def test_transformers_loads_clip_with_a_temperature_that_was_limited(captions, t
     words = tokenizer([x["caption"] for x in lines], padding=True, return_tensors="pt")
     with torch.no_grad():
         found = model(**pixels, **words, return_loss=True)
+        halves = clip.build_model(SimpleNamespace(base=captions / "clip")).bfloat16()
+        compared = halves(pixels["pixel_values"].bfloat16(), words["input_ids"])
+    assert compared.dtype == torch.float32
     line = run.evaluations[-1]
     assert line["test_loss"] == pytest.approx(found.loss.item(), rel=ROUNDING_FLOAT32)
     recall = (found.logits_per_image.argmax(1) == torch.arange(20)).double().mean().item()
     assert line["test_recall_at_1"] == pytest.approx(recall)
 
 
-@pytest.mark.parametrize(
-    ("length", "eos", "said"),
-    [
-        (78, 1, "argument --length: .* has positions for 77 tokens"),
-        (77, 998, "--base .*: its tokenizer ends no text with eos_token_id"),
-        (77, 2, "--base .*: its tokenizer ends no text with eos_token_id, 2"),
-    ],
-)
-def test_captions_that_clip_cannot_read_end_with_one_line(length, eos, said, captions, monkeypatch):
+def test_captions_that_clip_cannot_read_end_with_one_line(captions, monkeypatch):
     monkeypatch.setattr("lib.captions.exit_with_error", exit_by_exception)
-    args = SimpleNamespace(length=length, base=captions / "clip")
-    with pytest.raises(Exit, match=said):
-        lib.captions.tokenizer_of(args, clip_config(captions, eos).text_config)
+    config = transformers.CLIPTextConfig.from_pretrained(captions / "clip")
+    config.eos_token_id = 998
+    for length, said in (
+        (78, "argument --length: .* has positions for 77 tokens"),
+        (77, "--base .*: its tokenizer ends no text with eos_token_id, 998"),
+    ):
+        args = SimpleNamespace(length=length, base=captions / "clip")
+        with pytest.raises(Exit, match=said):
+            lib.captions.tokenizer_of(args, config)

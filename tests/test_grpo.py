@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import loss_of_step, make
+from composed import loss_of_step, make, train
 from conftest import Exit, exit_by_exception
 from lazy import grpo, lib, lora, transformers
-from processes import train_forked
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +185,6 @@ def test_each_prompt_gets_its_own_completions_and_rewards_without_dropout(args, 
     ("completion", "line", "expected"),
     [
         ("3 and 4 make -1,007.50", {"answer": "#### -1007.5"}, 1),
-        ("7 is not 8", {"answer": 7}, 0),
         ("", {"answer": 7}, 0),
         ("ab\nc", {"pattern": "a.*c"}, 1),
         ("abcd", {"pattern": "a.*c"}, 0),
@@ -201,7 +199,7 @@ def test_a_model_learns_what_is_rewarded(base, tmp_path):
     script = make(tmp_path / "mine.py", "ddp", "grpo")
     flags = ["--cpu", "--base", base, "--prompts", base.parent / "prompts.jsonl", "--lr", 1e-2]
     flags += ["--new-tokens", 4, "--batch-size", 8, "--max-steps", 20]
-    (run,) = train_forked(tmp_path, (1, script, flags))
+    (run,) = train(tmp_path, (1, script, flags))
     rewards = [line["reward"] for line in run.train]
     assert sum(rewards[:4]) / 4 < 0.3 and sum(rewards[-4:]) / 4 > 0.6
     assert run.summary["test_reward"] > 0.9 and run.summary["test_loss"] < -0.9

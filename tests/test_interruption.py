@@ -85,7 +85,8 @@ def interrupted(case, start, directory):
     os.set_blocking(master, False)
     started = []
     if "tee" in case:
-        process = Launched(command, session=True, tee=str(log))
+        tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE)
+        process = start(command, output=tee.stdin, session=True)
     elif "terminal" in case:
         process = start(command, stdin=slave, output=slave, terminal=True)
     else:
@@ -109,7 +110,9 @@ def interrupted(case, start, directory):
             for one in (*started, process):
                 one.send_signal(signal.SIGTERM)
         else:
+            tee.send_signal(signal.SIGINT)
             os.killpg(process.pid, signal.SIGINT)
+            tee.communicate()
         code = process.wait(300)
         wait_until(lambda: not any(one.is_running() for one in started))
     finally:
@@ -236,9 +239,7 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
     script = copy("ddp_cifar", tmp_path / "mine.py", *SHORT, project=text)
     command = [*LAUNCH, CONFIGS[2], script, *CNN, "--batch-size", 16, "--max-steps", 5]
     command += ["--log-every", 1, "--output-dir", tmp_path / "run"]
-    with open(tmp_path / "log", "w") as log:
-        first = Launched(command, env={**os.environ, "GATE": "2/3"}, output=log)
-    try:
+    with Launched(command, env={"GATE": "2/3"}, output=tmp_path / "log") as first:
         wait_until((tmp_path / "run/gate-2").exists)
         second = launch(command, check=False)
         (line,) = re.findall("^mine: error: (.*)$", second.stderr, re.MULTILINE)
@@ -246,8 +247,6 @@ def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_
         assert second.returncode and line.startswith(in_use)
         (tmp_path / "run/open").touch()
         assert first.wait(300) == 0, (tmp_path / "log").read_text()
-    finally:
-        first.kill()
     assert [line["step"] for line in outputs(tmp_path / "run").train] == [1, 2, 3, 4, 5]
 
 

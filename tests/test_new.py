@@ -14,7 +14,7 @@ import pytest
 import sync
 import toy
 from composed import assert_lists_its_packages
-from conftest import CNN, SHORT, assert_same_training
+from conftest import CNN, SHORT, assert_same_training, copy
 from processes import ROOT, run, train_forked
 from shared_block import INFRASTRUCTURE, REFERENCE, parts
 
@@ -86,15 +86,14 @@ def test_every_example_makes_a_copy_that_the_linter_passes_and_make_sync_updates
 def test_what_a_copy_does_not_use_is_removed(make, tmp_path):
     make("new", "own.py", TASK)
     text = (tmp_path / "own.py").read_text()
-    for name in ("ImageTensors", "cifar10", "synthetic_images", "CIFAR-10", "import F\n", "--stem"):
-        assert name in REFERENCE.read_text() or name == "import F\n"
-        assert name not in text
-    assert "def before_first_step(" in text
+    for name in ("class ImageTensors", "def cifar10", "CIFAR-10", '"--stem"'):
+        assert name in REFERENCE.read_text() and name not in text
     make("new", "gan.py", "gan")  # it keeps the recipe's `add_flags`
     assert '"--data"' in (text := (tmp_path / "gan.py").read_text()) and '"--stem"' not in text
 
 
-def test_a_path_may_have_spaces_a_tilde_and_new_folders(make, tmp_path, monkeypatch):
+def test_the_next_commands_train_in_two_ways_and_check_at_any_path(make, tmp_path, monkeypatch):
+    """A pipeline does not run on one process."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["new.py", "new", "~/a b/c/my own.py", "--with", TASK])
     lines = "\n".join(new.main())
@@ -103,22 +102,9 @@ def test_a_path_may_have_spaces_a_tilde_and_new_folders(make, tmp_path, monkeypa
     assert f"\npython {quoted} --photos toy/photos " in lines
     assert "--output-dir 'runs/my own-other'" in lines  # or it would resume the first run
     assert f"\nmake check COPY={quoted} ARGS='--photos toy/photos " in lines
-
-
-@pytest.mark.parametrize("name", ["copy.py", "new/torch.py"])
-def test_a_copy_has_no_name_of_a_module_that_it_imports(name, make, tmp_path):
-    with pytest.raises(ValueError, match=r"in place of its own module .*: choose another name"):
-        make("new", name)
-    assert not any(tmp_path.iterdir())
-
-
-def edited(path, *edits):
-    """Write the reference with these (old, new) to a path."""
-    text = REFERENCE.read_text()
-    for old, replacement in edits:
-        assert text.count(old) == 1, old
-        text = text.replace(old, replacement)
-    path.write_text(text)
+    *_, two, four, _ = make("new", "own.py", recipe="pipeline")
+    assert two.startswith(f"{new.TRAIN.replace('mine.py', str(tmp_path / 'own.py'))} --data ")
+    assert four == two.replace("/2gpu", "/4gpu") + " --output-dir runs/own-other"
 
 
 NEW = "\n\ndef add_flags("  # where an owner's own definitions are
@@ -140,7 +126,7 @@ NOT_FITTING = [
 @pytest.mark.parametrize(("examples", "edit", "said"), NOT_FITTING)
 def test_an_example_that_does_not_fit_changes_nothing(examples, edit, said, make, tmp_path):
     path = tmp_path / "own.py"
-    edited(path, *[edit] * bool(edit))
+    copy("ddp_cifar", path, *[edit] * bool(edit))
     text = path.read_text()
     with pytest.raises((OSError, SyntaxError, ValueError)) as raised:
         make("add", path.name, *examples)
@@ -148,9 +134,15 @@ def test_an_example_that_does_not_fit_changes_nothing(examples, edit, said, make
     assert [*tmp_path.iterdir()] == [path] and path.read_text() == text
 
 
-def test_a_new_copy_overwrites_nothing_and_has_examples_of_its_recipe(make, tmp_path):
+def test_a_new_copy_hides_no_module_overwrites_nothing_and_has_examples_of_its_recipe(
+    make, tmp_path
+):
+    for name in ("copy.py", "new/torch.py"):
+        with pytest.raises(ValueError, match=r"in place of its own module .*: choose another name"):
+            make("new", name)
     with pytest.raises(ValueError, match="gan is for ddp"):
         make("new", "own.py", "gan", recipe="pipeline")
+    assert not any(tmp_path.iterdir())
     (tmp_path / "own.py").write_text("mine")
     with pytest.raises(FileExistsError):
         make("new", "own.py")
@@ -195,25 +187,20 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("examples", "ending"), [("ema lora", "\n"), ("photos best_weights ema", "\r\n")]
-)
-def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
+@pytest.mark.parametrize("examples", ["ema lora", "photos best_weights ema"])
+def test_no_line_of_the_owner_is_removed(examples, make, tmp_path):
     """Imports, definitions, flags, comments, and what the docstring has of theirs."""
     path = tmp_path / "own.py"
-    first = "import warnings\n" * (ending == "\n")  # and so all imports stay unsorted
-    edited(path, ("import argparse\n", f"{first}import argparse\n"), *OWN)
+    first = "import warnings\n" * ("lora" in examples)  # and so all imports stay unsorted
+    copy("ddp_cifar", path, ("import argparse\n", f"{first}import argparse\n"), *OWN)
     before = path.read_text()
-    path.write_text(before, newline=ending)
     example, *others = examples.split()
     make("add", path.name, example)
     below = path.read_text().replace('\n"""  # noqa', '\n\nBelow.\n"""  # noqa')
-    path.write_text(below, newline=ending)
+    path.write_text(below)
     for example in others:
         make("add", path.name, example)
     text = path.read_text()
-    assert path.read_bytes().count(b"\n") == text.count("\n")
-    assert (b"\r\n" in path.read_bytes()) == (ending == "\r\n")
     assert f"{first}import argparse\n" in text
     assert '"torch==2.15.0"' in text and '"apex"' in text
     assert ('"peft>=0.21"' in text) == ("lora" in examples)
@@ -228,28 +215,25 @@ def test_no_line_of_the_owner_is_removed(examples, ending, make, tmp_path):
     assert new.imports(text)[0]["Subset"] == "from torch.utils.data import Subset"
 
 
-def test_add_removes_nothing_and_names_the_imports_that_are_not_used_any_more(make, tmp_path):
+def test_add_brings_what_the_owner_deleted_and_removes_nothing_that_is_not_used_any_more(
+    make, tmp_path
+):
+    """It names such imports. Of an example that another one names it takes what it needs."""
     path = tmp_path / "own.py"
     ours = new.definitions(REFERENCE.read_text())
     data = "\n\n\n".join(ours[name] for name in ("cifar10", "synthetic_images"))
-    edited(path, ("import accelerate\n", "import antigravity\nimport accelerate\n"), (data, ""))
+    deleted = (data, ""), (ours["compute_loss"], "")
+    imported = "import accelerate\n", "import antigravity\nimport accelerate\n"
+    copy("ddp_cifar", path, imported, *deleted)
     lines = make("add", path.name, "language_model")
     assert lines[1] == "not used any more (F401): torchvision"
     text = path.read_text()
+    assert text.count("\ndef compute_loss(") == 1
     for line in ("import antigravity\n", "import torchvision\n", "class ImageTensors("):
         assert line in text
     make("new", "other.py")
     make("add", "other.py", "embeddings")  # which names some functions of language_model
     assert "LlamaConfig" not in (tmp_path / "other.py").read_text()
-
-
-def test_an_example_may_bring_what_the_owner_deleted(make, tmp_path):
-    """The remedy for these errors."""
-    path = tmp_path / "own.py"
-    ours = new.definitions(REFERENCE.read_text())
-    edited(path, (ours["build_model"], ""), (ours["cifar10"], ""))
-    make("add", path.name, "photos")
-    assert path.read_text().count("\ndef build_model(") == 1
 
 
 def test_a_renamed_copy_gets_the_title_and_the_commands_of_a_task(make, tmp_path):
@@ -328,14 +312,6 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     unknown = run(["make", "-s", "new", "COPY=/tmp/none.py", "WITH=photo"], check=False)
     assert unknown.returncode == 2 and "nothing was written: there is no " in unknown.stderr
     assert listed.strip() in unknown.stderr
-
-
-def test_a_new_pipeline_is_trained_in_a_second_way_on_four_processes(make, tmp_path):
-    """It does not run on one."""
-    *_, two, four, _ = make("new", "own.py", recipe="pipeline")
-    assert two.startswith(f"{new.TRAIN.replace('mine.py', str(tmp_path / 'own.py'))} --data ")
-    output = f" --output-dir {four.split()[-1]}"
-    assert four == two.replace("/2gpu", "/4gpu") + output
 
 
 def test_a_hunk_that_fits_twice_is_an_error():

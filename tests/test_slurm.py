@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import ACCELERATE, CNN
-from processes import ROOT, outputs, run, train_forked
+from processes import ROOT, outputs, run, train_forked, wait_until
 from slurm_cluster import MISSING, Cluster
 
 pytestmark = [
@@ -62,24 +62,18 @@ class Job:
         path = self.directory / f"slurm-{self.id}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, condition, what):
-        try:
-            self.cluster.wait(condition, what, seconds=180)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}\n{self.show('Reason')}\n{self.log()[-4000:]}") from None
-
     def until(self, *states):
-        self.wait(lambda: self.show("JobState") in states, " or ".join(states))
+        wait_until(lambda: self.show("JobState") in states)
 
     def until_step(self, step):
-        self.wait(lambda: f"\nstep {step}/" in self.log(), f"step {step}")
+        wait_until(lambda: f"\nstep {step}/" in self.log())
 
     def until_back_in_the_queue(self, restarts):
         """Slurm lets it wait there for two minutes, until the nodes have forgotten it; these have
         sooner."""
         self.until("PENDING")
         assert self.show("Restarts") == str(restarts)
-        self.wait(lambda: self.processes() == [], "end of its processes")
+        wait_until(lambda: self.processes() == [])
         self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3")
 
     def steps(self):
@@ -109,10 +103,10 @@ def preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other(directory, 
     job.until_back_in_the_queue(restarts=1)
     assert "which is saved" in job.log()
     job.until("RUNNING")
-    job.wait(lambda: job.steps()[1:] not in ([], [[]]), "step after the restart")
+    wait_until(lambda: job.steps()[1:] not in ([], [[]]))  # a step after the restart
     assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", urgent), "it went first"
     slurm.kill_node(second)  # well before the last step
-    job.wait(lambda: job.processes() == [], "end of the processes on the other node")
+    wait_until(lambda: job.processes() == [])  # on the other node
     slurm.miss_node(second)
     job.until_back_in_the_queue(restarts=2)
     job.until("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -143,10 +137,10 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     (saved,) = job.checkpoints()
     job.until("RUNNING")
     # The signal comes before the ranks have handlers.
-    job.wait(lambda: len(job.processes()) >= 3, "ranks that have everything to import yet")
+    wait_until(lambda: len(job.processes()) >= 3)  # ranks that have everything to import yet
     slurm.run("scancel", job.id)
     job.until("CANCELLED")
-    job.wait(lambda: not job.processes(), "end of its processes")
+    wait_until(lambda: not job.processes())
     assert job.log().count("back into the queue") == 1 and job.show("Restarts") == "1"
     assert len(job.checkpoints()) == 2 and job.checkpoints()[0] == saved, "saved, too"
 

@@ -1,5 +1,5 @@
-"""Streams: the order by lane, row groups, and trainings on files behind a server with delays and
-faults. That copies with them resume exactly: test_adapting.py."""
+"""Streams: the order by lane, row groups, and files behind a server with delays and faults. That
+copies with them train the same on any number of processes: test_adapting.py."""
 
 import http.server
 import json
@@ -16,10 +16,8 @@ import pyarrow.parquet
 import pytest
 import torch
 import toy
-from composed import assert_one_line, make
-from conftest import assert_same_training
+from conftest import Exit
 from lazy import lib
-from processes import train_forked
 
 from lib.order import ByLane
 
@@ -62,11 +60,12 @@ def test_an_epoch_by_lane_has_each_sample_once_and_each_group_in_few_lanes():
         assert not {*epochs[0].diff().tolist()} <= {1}, "shuffled"
 
 
-def write_rows(folder, files=4, rows=128, size=16):
+def write_rows(folder, files, rows):
+    """Write numbers and texts, in row groups of 16. Return the pattern of the files."""
     for part in range(files):
-        table = pyarrow.table({"number": range(part * rows, (part + 1) * rows)})
-        table = table.append_column("other", pyarrow.array([f"{part}" * 99] * rows))
-        pyarrow.parquet.write_table(table, folder / f"{part}.parquet", row_group_size=size)
+        numbers = range(part * rows, (part + 1) * rows)
+        table = pyarrow.table({"number": numbers, "text": [toy.LINES[x] for x in numbers]})
+        pyarrow.parquet.write_table(table, folder / f"{part}.parquet", row_group_size=16)
     return str(folder / "*.parquet")
 
 
@@ -82,7 +81,7 @@ def test_each_row_group_is_read_once_where_lanes_divide_among_workers(
     options |= {"global_batch_size": batch * processes, "output_dir": tmp_path}
     args = SimpleNamespace(**options)
     monkeypatch.setattr(module, "broadcast_object_list", lambda found: found)
-    groups = module.row_groups(write_rows(tmp_path), args)
+    groups = module.row_groups(write_rows(tmp_path, 4, 128), args)
     order = ByLane(range(512), 0, torch.full((32,), 16), lanes, block)
     reads, rows, most = Counter(), {}, 0
     for positions in taken(order, processes, workers, batch).values():
@@ -116,15 +115,19 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.parts = []
-        self.places = {}  # of parts, in the order of their first requests
-        self.failed = Counter()
+        self.requests = Counter()  # of each part: (path, begin, whether it is a footer)
+        self.failed = self.waiting = self.together = 0
         self.lock = threading.Lock()
-        self.waiting = self.together = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def handle_error(self, request, address):
-        pass  # a client that has gone away
+    def fault_of(self, part):
+        """Return what happens to this request of a part, or None."""
+        self.requests[part] += 1
+        place = [*self.requests].index(part)
+        if not self.faults or place % 7 or self.requests[part] > 2:
+            return None
+        self.failed += 1
+        return self.faults[self.failed % len(self.faults)]
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -132,9 +135,6 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     def __init__(self, request, address, server):
         super().__init__(request, address, server, directory=server.folder)
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         self.path = self.path.removeprefix("/datasets/me/mine/resolve/main")
@@ -144,24 +144,18 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         if not wanted:
             return super().do_GET()
         begin, end = int(wanted[1]), int(wanted[2]) + 1
-        server = self.server
         with open(self.translate_path(self.path), "rb") as file:
             content = file.read()
         is_footer = end == len(content)
-        if self.path == server.missing and not is_footer:
+        if self.path == self.server.missing and not is_footer:
             return self.send_error(404)
-        server.parts.append((self.path, begin, is_footer))
-        part, fault = (self.path, begin), None
-        with server.lock:
-            server.waiting += 1
-            server.together = max(server.together, server.waiting)
-            place = server.places.setdefault(part, len(server.places))
-            if server.faults and place % 7 == 0 and server.failed[part] < 2:
-                fault = server.faults[server.failed.total() % len(server.faults)]
-                server.failed[part] += 1
+        with self.server.lock:
+            self.server.waiting += not is_footer
+            self.server.together = max(self.server.together, self.server.waiting)
+            fault = self.server.fault_of((self.path, begin, is_footer))
         time.sleep(0.02)
-        with server.lock:
-            server.waiting -= 1
+        with self.server.lock:
+            self.server.waiting -= not is_footer
         self.answer(content[begin:end], fault)
 
     def of_the_hub(self):
@@ -174,6 +168,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def answer(self, part, fault=None):
         if fault == "busy":
             return self.send_error(503)
+        if fault == "short":
+            part = part[: len(part) // 2]
         self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("Content-Length", len(part))
         self.end_headers()
@@ -188,97 +184,70 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             self.wfile.write(part)
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A folder with a model, and with texts in 33 row groups."""
-    folder = tmp_path_factory.mktemp("texts")
-    toy.llama(folder)
-    lines = iter(toy.LINES)
-    for part in range(3):
-        table = pyarrow.table({"number": range(176), "text": [next(lines) for _ in range(176)]})
-        pyarrow.parquet.write_table(table, folder / f"{part}.parquet", row_group_size=16)
-    return folder
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """A function that returns the samples of a stream: texts in small letters."""
+    monkeypatch.setattr(lib.row_groups, "WAITS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(lib.row_groups, "REQUEST_SECONDS", 2)
+    options = {"batch_size": 16, "global_batch_size": 16, "lanes": 4, "block": 4, "workers": 0}
+    options |= {"seed": 0, "test": None, "output_dir": tmp_path}
+
+    def read(source, columns=None):
+        args = SimpleNamespace(columns=columns, **options)
+        makes = 2 * [lambda row: row["text"].lower()]
+        train, test = lib.row_groups.stream(args, str(source), ["text"], *makes, list)
+        return [[loader.dataset[i] for i in range(len(loader.dataset))] for loader in (train, test)]
+
+    return read
 
 
-IMPATIENT = [
-    ("REQUEST_SECONDS = 60", "REQUEST_SECONDS = 4"),
-    ("WAITS = 1, 4, 16", "WAITS = 0.01, 0.01, 0.01"),
-]
-# HF_ENDPOINT would come too late: the processes are forks.
-HUB = """AHEAD = 128
-from huggingface_hub import constants
-constants.ENDPOINT = "SERVER"
-constants.HUGGINGFACE_CO_URL_TEMPLATE = "SERVER/{repo_id}/resolve/{revision}/{filename}"
-"""
-
-
-def flags_of(folder, source, batch=16):
-    flags = ["--cpu", "--base", folder / "llama", "--text", source, "--length", 12, "--lanes", 4]
-    flags += ["--block", 4, "--epochs", 1, "--batch-size", batch, "--workers", 0, "--lr", 1e-3]
-    return [*flags, "--evaluate-every", 99]
-
-
-def test_on_any_number_of_processes_and_with_faults_of_the_server_a_stream_trains_the_same(
-    texts, tmp_path
+def test_a_stream_has_the_same_samples_by_each_network_also_with_faults(
+    read, tmp_path, monkeypatch
 ):
-    """The first one, by huggingface_hub."""
-    servers = [Server(texts) for _ in range(4)]
-    servers[3].faults = "busy", "reset", "slow", "busy"
-    replaced = [*IMPATIENT, ("AHEAD = 128", HUB.replace("SERVER", servers[0].url))]
-    script = make(tmp_path / "mine.py", "ddp", "fine_tune", "streaming", replaced=replaced)
-    sources = ["hf://datasets/me/mine@main", *(server.url for server in servers[1:])]
-    runs = [
-        (processes, script, flags_of(texts, f"{source}/*.parquet", 16 // processes))
-        for processes, source in zip((1, 2, 4, 1), sources, strict=True)
-    ]
-    one, *others, faulty = train_forked(tmp_path, *runs)
-    assert len(one.train) == 32 and one.train[-1]["loss"] < one.train[0]["loss"]
-    for run in others:
-        assert_same_training(run, one, atol=1e-4, ignored=["learning_rate"])
-    assert_same_training(faulty, one, atol=0)
+    """By huggingface_hub, by aiohttp, and by that from a server with faults."""
+    pattern = write_rows(tmp_path, 3, 176)
+    servers = hub, plain, faulty = [Server(tmp_path) for _ in range(3)]
+    faulty.faults = "busy", "reset", "slow", "short"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    train, test = read(pattern)
+    expected = {text.lower() for text in toy.LINES[: 3 * 176]}
+    assert (len(train), len(test)) == (32 * 16, 16) and {*train, *test} == expected
+    for source in ("hf://datasets/me/mine@main", plain.url, faulty.url):
+        assert read(f"{source}/*.parquet") == [train, test]
     for server in servers:
-        footers = sum(is_footer for *_, is_footer in server.parts)
-        read = Counter((path, begin) for path, begin, is_footer in server.parts if not is_footer)
-        assert len(read) == 33, "each row group is one request"
-        assert server.failed or (footers == 3 and read.total() <= 33 + 4)
-    assert [*servers[3].failed.values()] == [2] * 6, "of 3 footers and 33 row groups"
-    assert len(servers[3].parts) >= len(servers[0].parts) + 12
-    assert servers[0].together > 2, "in threads"
+        groups = [count for part, count in server.requests.items() if not part[2]]
+        assert len(groups) == 33, "each row group is one request"
+        assert server.faults or server.requests.total() <= 3 + 33 + 4, "and each footer"
+        assert server.together > 2, "in threads"
+    assert faulty.failed == 2 * 6, "of 3 footers and 33 row groups"
 
 
-def test_files_that_are_missing_changed_or_wrong_are_one_line_with_their_name(texts, tmp_path):
-    server = Server(texts)
+def test_files_that_are_missing_changed_or_wrong_are_one_line_with_their_name(
+    read, tmp_path, monkeypatch
+):
+    pattern = write_rows(tmp_path, 3, 32)
+    text, null = tmp_path / "text.json", tmp_path / "null.pq"
+    text.write_text("{}" * 99)
+    rows = pyarrow.table({"text": ["a"] * 32 + [None] + ["b"] * 32})
+    pyarrow.parquet.write_table(rows, null, row_group_size=32)
+    server = Server(tmp_path)
     server.missing = "/1.parquet"
-    rows = {"text": ["a", None], "number": [1, 2]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "null.parquet", row_group_size=1)
-    script = make(tmp_path / "mine.py", "ddp", "fine_tune", "streaming", replaced=IMPATIENT)
+    read(pattern)
+    (tmp_path / "1.parquet").write_bytes((tmp_path / "2.parquet").read_bytes())
     cases = {
-        f"{server.url}/1.parquet: FileNotFoundError": f"{server.url}/*.parquet",
-        f"cannot read {server.url}/no.parquet: ": f"{server.url}/no.parquet",
-        "cannot read http://127.0.0.1:9/0.parquet: ": "http://127.0.0.1:9/0.parquet",
-        "config.json is no Parquet file": texts / "llama/config.json",
-        "cannot read nosuch://a.parquet: ": "nosuch://a.parquet",
-        "null.parquet, row group 1, row 0: ": tmp_path / "null.parquet",
+        "1.parquet is new, missing or changed since this run began": [pattern],
+        f"{server.url}/1.parquet: FileNotFoundError": [f"{server.url}/*.parquet"],
+        f"cannot read {text}: OSError('file://{text} is no Parquet file')": [text],
+        "cannot read nosuch://a.parquet: ": ["nosuch://a.parquet"],
+        "null.pq, row group 1, row 0: ": [null],
+        "null.pq has the columns text, not body: name others by --columns": [null, ["body"]],
+        "0.0 GB of memory, 0.0 GB are free: set fewer --lanes": [null],
     }
-    cases = {text: [script, *flags_of(texts, source, 1)] for text, source in cases.items()}
-    for flags in cases.values():
-        flags += ["--lanes", 1, "--block", 1]
-    named = flags_of(texts, texts / "0.parquet")
-    lacking = "0.parquet has the columns number, text, not body: name others by --columns"
-    cases[lacking] = [script, *named, "--columns", "body"]
-    small = [("available_memory() / 2**30", "0")]
-    full = make(tmp_path / "full.py", "ddp", "fine_tune", "streaming", replaced=small)
-    cases["0.0 GB of memory, 0.0 GB are free: set fewer --lanes"] = [full, *named]
-    assert_one_line(cases, tmp_path, statuses=(1, 2), imports=["transformers.models.llama"])
-
-    files = [texts / f"{part}.parquet" for part in range(3)]
-    flags = [*flags_of(texts, tmp_path / "?.parquet"), "--max-steps", 1]
-    for file in files:
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "first").mkdir()
-    (run,) = train_forked(tmp_path / "first", (1, script, flags))
-    (tmp_path / "1.parquet").write_bytes(files[2].read_bytes())
-    (tmp_path / "again").mkdir()
-    (tmp_path / "again/run0").symlink_to(run.directory)
-    changed = "1.parquet is new, missing or changed since this run began"
-    assert_one_line({changed: [script, *flags]}, tmp_path / "again")
+    for said, arguments in cases.items():
+        if "memory" in said:
+            monkeypatch.setattr(lib.row_groups, "available_memory", lambda: 1)
+        with pytest.raises((Exit, OSError)) as error:
+            read(*arguments)
+        assert said in str(error.value) and "\n" not in str(error.value)

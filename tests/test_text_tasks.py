@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import make
+from composed import make, train
 from conftest import ROUNDING_FLOAT32, Exit, exit_by_exception
 from lazy import (
     masked_lm,
@@ -23,16 +23,12 @@ from lazy import (
     text_classification,
     transformers,
 )
-from processes import train_forked
 
 from ddp_cifar import SeededSamples
 from lib import entities, ranking, rows
 
 pytestmark = pytest.mark.slow
 
-IMPORTS = ["transformers.models.bert.modeling_bert", "transformers.models.t5.modeling_t5"]
-IMPORTS += ["sacrebleu", "rouge_score.rouge_scorer", "peft"]
-IMPORTS += ["transformers.models.llama.modeling_llama"]
 close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
@@ -42,10 +38,10 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy, "LINES", toy.LINES[::10])
-        for kind in ("entities", "lines", "queries", "translations"):
+        for kind in ("entities", "lines"):
             toy.make(kind, path)
-        torch.manual_seed(0)
-        toy.llama(path)
+        for write_model in (toy.llama, toy.t5):
+            write_model(path)
     lines = (path / "entities/test.conll").read_text().split("\n\n")[:43]
     (path / "entities/test.conll").write_text("\n\n".join(lines))
     text = path / "lines/train.txt"
@@ -61,11 +57,8 @@ def data(tmp_path_factory):
         {"text": " ".join(words[i // 3**j % 3] for j in (0, 0, 1, i % 3)), "label": numbers[i % 3]}
         for i in range(243)
     ]
-    for name, made, count in (
-        ("queries", labelled, 83),
-        ("translations", easy, 11),
-        ("texts", texts, 43),
-    ):
+    sets = {"queries": (labelled, 83), "translations": (easy, 11), "texts": (texts, 43)}
+    for name, (made, count) in sets.items():
         toy.write_json_lines(path / name / "train.jsonl", made)
         toy.write_json_lines(path / name / "test.jsonl", made[:count])
     # No model is right on all of these.
@@ -95,7 +88,7 @@ def runs(data, tmp_path_factory):
         base = data / {"seq2seq": "t5", "text_classification": "llama"}.get(task, "bert")
         common = ["--cpu", "--base", base, "--batch-size", 8, "--lr", 3e-3, "--epochs", 2]
         described.append((2, script, [*common, *more]))
-    return dict(zip(flags, train_forked(path, *described, imports=IMPORTS), strict=True))
+    return dict(zip(flags, train(path, *described), strict=True))
 
 
 def files(folder, ending):
@@ -107,16 +100,18 @@ def args_of(run):
     return SimpleNamespace(**{**run.summary, "output_dir": run.directory})
 
 
-@pytest.fixture
-def labelled(data):
-    """Texts for the test, and their labels."""
+def two_epochs(data):
+    samples = SeededSamples(data, 0)
+    for epoch in (0, 1):
+        samples.set_epoch(epoch)
+        yield [samples[i] for i in range(len(samples))]
+
+
+def test_the_scores_of_a_run_are_those_of_its_saved_model_text_by_text(runs):
+    """An adapter has the new head. It is loaded twice, onto one that is random each time."""
+    run = runs["text_classification"]
     columns = ("text", rows.nonempty_text), ("label", rows.class_name)
-    texts, labels = zip(*rows.read_rows(str(data / "texts/test.jsonl"), *columns), strict=True)
-    return [*texts], [*labels]
-
-
-def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs, labelled):
-    run, (texts, truth) = runs["text_classification"], labelled
+    texts, truth = map(list, zip(*rows.read_rows(run.summary["test"], *columns), strict=True))
     classify = transformers.pipeline("text-classification", str(run.directory), device="cpu")
     assert [*classify.model.config.id2label.values()] == ["3", "20", "100"]
     predicted = [int(x["label"]) for x in classify(texts)]
@@ -125,10 +120,7 @@ def test_the_f1_of_a_run_is_that_of_its_saved_model_text_by_text(runs, labelled)
     assert run.summary["test_macro_f1"] == close(exact)
     assert run.summary["test_accuracy"] == close(sklearn.metrics.accuracy_score(truth, predicted))
 
-
-def test_an_adapter_has_the_new_head_of_a_classifier(runs, labelled):
-    """Loaded twice, onto a head that is random each time, it gives the accuracy of the run."""
-    run, (texts, truth) = runs["text_classification lora"], labelled
+    run = runs["text_classification lora"]
     auto = transformers.AutoModelForSequenceClassification
     options = {"tokenizer": str(run.directory), "device": "cpu"}
     truth = [f"LABEL_{[3, 20, 100].index(x)}" for x in truth]
@@ -143,30 +135,25 @@ def test_an_adapter_has_the_new_head_of_a_classifier(runs, labelled):
 
 
 def test_labels_of_two_types_and_those_that_training_does_not_have_are_an_error(
-    data, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
-    for module in ("lib.entities", "lib.rows", "text_classification"):
+    for module in ("lib.rows", "text_classification"):
         monkeypatch.setattr(f"{module}.exit_with_error", exit_by_exception)
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 3}')
     args = SimpleNamespace(text="text", label="label", train="train.jsonl")
     config = SimpleNamespace(label2id={"1": 0, "2": 1})
-    with pytest.raises(Exit, match="the label 3"):
+    with pytest.raises(Exit, match=r"no text of train.jsonl has the label 3"):
         text_classification.labelled_texts(str(tmp_path / "a.jsonl"), config, args)
-    (tmp_path / "a.conll").write_text("in O\nRome B-LOC\n")
-    [sentence] = entities.read_tagged(str(tmp_path / "a.conll"), args)
     with pytest.raises(ValueError, match=r"no word of train.jsonl has the tag B-LOC"):
-        entities.labelled_tokens(None, {"O": 0}, args, sentence)
-    (tmp_path / "b.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "label": "1"}\n')
-    args.base, args.train = str(data / "bert"), str(tmp_path / "b.jsonl")
+        entities.labelled_tokens(None, {"O": 0}, args, (["in", "Rome"], ["O", "B-LOC"]))
     with pytest.raises(Exit, match=r"b.jsonl has labels that are strings, and others that are int"):
-        text_classification.tokenizer_and_config(args)
+        rows.class_names("b.jsonl", [1, "1"])
 
 
 def test_tags_that_are_not_of_entities_have_no_f1():
     pairs = [(["B-X", "I-X", "O"], ["B-X", "I-X", "B-X"])]
-    assert entities.entity_scores(pairs) == pytest.approx(
-        {"precision": 1 / 2, "recall": 1, "f1": 2 / 3}
-    )
+    scores = {"precision": 1 / 2, "recall": 1, "f1": 2 / 3}
+    assert entities.entity_scores(pairs) == pytest.approx(scores)
     assert entities.entity_scores([*pairs, (["NOUN", "VERB"], ["NOUN", "NOUN"])]) == {}
 
 
@@ -233,8 +220,8 @@ def test_the_loss_of_masked_tokens_is_that_of_transformers(runs):
     run = runs["masked_lm"]
     model = transformers.AutoModelForMaskedLM.from_pretrained(run.directory).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.directory)
-    samples = SeededSamples(masked_lm.Masked(run.summary["test"], tokenizer, args_of(run)), 0)
-    inputs, targets = map(torch.stack, zip(*[samples[i] for i in range(len(samples))], strict=True))
+    samples, _ = two_epochs(masked_lm.Masked(run.summary["test"], tokenizer, args_of(run)))
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
     with torch.no_grad():
         logits = model(inputs).logits
         loss = model(inputs, labels=targets).loss.item()
@@ -249,11 +236,7 @@ def test_masks_have_the_shares_of_bert(runs):
     args = args_of(runs["masked_lm"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.base)
     data = masked_lm.Masked(args.train, tokenizer, args)
-    samples = SeededSamples(data, 0)
-    samples.set_epoch(1)
-    others = [samples[i] for i in range(len(data))]
-    samples.set_epoch(0)
-    samples = [samples[i] for i in range(len(data))]
+    samples, others = two_epochs(data)
     assert not any(one.equal(other) for (_, one), (_, other) in zip(samples, others, strict=True))
     inputs, targets = map(torch.stack, zip(*samples, strict=True))
     chosen = targets >= 0
@@ -324,16 +307,11 @@ def test_the_scores_of_rankings_are_those_by_hand():
 
 def test_negatives_are_documents_of_other_queries_and_new_in_each_epoch():
     pairs = [("a", "1"), ("a", "2"), ("b", "3"), ("c", "4"), ("c", "1")]
-    data = ranking.WithNegatives(pairs, 40)
-    samples = SeededSamples(data, 0)
-    epochs = []
-    for epoch in (0, 1):
-        samples.set_epoch(epoch)
-        epochs.append([samples[i] for i in range(len(samples))])
-    assert [x[:2] for x in epochs[0] if x[2]] == pairs
-    drawn = {query: {d for q, d, label in epochs[0] if q == query and not label} for query in "abc"}
+    first, second = two_epochs(ranking.WithNegatives(pairs, 40))
+    assert [x[:2] for x in first if x[2]] == pairs
+    drawn = {query: {d for q, d, label in first if q == query and not label} for query in "abc"}
     assert drawn == {"a": {"3", "4"}, "b": {"1", "2", "4"}, "c": {"2", "3"}}
-    assert epochs[0] != epochs[1]
+    assert first != second
 
 
 def test_a_beam_search_reads_no_padding(monkeypatch):

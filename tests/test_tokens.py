@@ -15,8 +15,7 @@ SCALER = {"Run.describe": "describe_as_fp16", "make_accelerator": "accelerator_w
 CASES = {
     "a process without targets": ("ddp_cifar", 4, 1e6, {}),
     "most microbatches without targets": ("ddp_cifar", 1, 0.1, {}),
-    "loss scaling": ("amp_cifar", 2, 0.1, SCALER),
-    "an overflow": ("amp_cifar", 2, 1e6, SCALER | {"disturb": "overflow"}),
+    "an overflow": ("amp_cifar", 2, 0.2, SCALER | {"disturb": "overflow"}),
 }
 
 
@@ -64,24 +63,22 @@ def flat(weights, initial):
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_step_is_on_the_mean_over_all_tokens(trained, case):
-    overflow = case == "an overflow"
-    steps = 4 if overflow else 5
-    initial, expected, losses, norms = exact_training(CASES[case][2], steps)
+    overflow = case == "an overflow"  # in the third step, which is skipped
+    initial, expected, losses, norms = exact_training(CASES[case][2], 4 if overflow else 5)
     lines = trained[case].train
-    assert len(lines) == 5
     update = flat(trained[case].weights, initial)
     exact_update = flat(expected, initial)
     assert exact_update.norm() > 3, "a defect would be less than a rounding error"
     bound = 10 * ROUNDING_FLOAT32  # the steps follow each other
     assert (update - exact_update).norm() / exact_update.norm() < bound
-    if overflow:  # the schedule waits for a skipped step
+    found = [line["grad_norm"] for line in lines]
+    if overflow:  # the schedule waits
         assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1, 1]
         assert [line["loss_scale"] for line in lines] == [1024, 1024, 512, 512, 512]
-        return
+        losses.insert(2, losses[2])
+        assert found.pop(2) is None
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=bound)
-    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=bound)
-    if case == "loss scaling":
-        assert {line["loss_scale"] for line in lines} == {1024}
+    assert found == pytest.approx(norms, rel=bound)
 
 
 def test_a_run_resumes_with_the_loss_scale_that_an_overflow_has_left(trained, tmp_path):

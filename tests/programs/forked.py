@@ -5,8 +5,7 @@ connection brings one request, a line of JSON:
     {"command": [...], "directory": ..., "env": {...}, "imports": modules that it needs besides,
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
      "ignored": numbers of the signals that it ignores at its start, "namespaces": pid of a process
-     whose network, host name and mounts it has, "tee": all that it prints goes through tee(1), in
-     its process group, to this file, "tracked": it has the server's resource tracker}
+     whose network, host name and mounts it has}
 
 It is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`,
 whose stdin, stdout and stderr come through the socket. What these start as `python ...` are forks,
@@ -41,7 +40,7 @@ import torch.distributed.launcher.api
 import torch.distributed.pipelining
 import torch.utils.serialization
 import torchvision  # noqa: F401
-from forks import SIGNALS, become, close_files_but, fork_instead_of_exec, kept
+from forks import SIGNALS, become, close_files_but, fork_instead_of_exec
 
 with contextlib.suppress(ImportError):  # where it is installed, Accelerate imports it in each rank
     import datasets  # noqa: F401
@@ -57,18 +56,12 @@ def start_command(request, descriptors, connection):
             os.dup2(descriptor, number)
         if request.get("terminal"):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        close_files_but({resource_tracker._resource_tracker._fd} if request.get("tracked") else ())
+        close_files_but({resource_tracker._resource_tracker._fd})
         enter_namespaces(request.get("namespaces"))
         os.chdir(request["directory"])
         for number in SIGNALS:  # also where these tests run in the background
             is_ignored = number in request.get("ignored", ())
             signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-        if request.get("tee"):
-            tee = subprocess.Popen(["tee", request["tee"]], stdin=subprocess.PIPE)
-            for number in (1, 2):
-                os.dup2(tee.stdin.fileno(), number)
-            kept.append(tee)
-            tee.stdin.close()
         subprocess._fork_exec = fork_instead_of_exec
         forked_spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
         torch.multiprocessing.spawn = forked_spawn
@@ -118,5 +111,6 @@ def answer(connection):
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, which other programs do not see
     resource_tracker.ensure_running()  # one for all, instead of one for each process
     serve(socket.socket(fileno=int(sys.argv[1])))

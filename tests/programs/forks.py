@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy
 import torch
 
-HERE = [path for path in sys.path if Path(path).name in ("tests", "programs")]
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
 kept = []
 plain_fork_exec = subprocess._fork_exec
@@ -46,7 +45,7 @@ def fork_instead_of_exec(words, programs, close, passed, directory, environment,
     return pid
 
 
-def close_files_but(kept=()):
+def close_files_but(kept):
     """Close what a program that is executed would not have. It starts a resource tracker of its
     own, unless the file of this one's is kept."""
     for number in map(int, os.listdir("/proc/self/fd")):
@@ -62,7 +61,7 @@ def become(words, environment):
     """Be `python [-u] script.py ...`, or `python [-u] -m module ...`, to its end."""
     os.environ.clear()
     os.environ.update(environment)
-    show(words, environment)
+    show(environment)
     for number in SIGNALS:  # as exec does, what is ignored stays ignored
         if signal.getsignal(number) != signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
@@ -73,15 +72,14 @@ def become(words, environment):
     open_streams(unbuffered)
     sys.argv = words[1 + unbuffered :]
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    paths = [*own, *without_tests(sys.path)]
     code = 1
     try:
         if sys.argv[0] == "-m":
             sys.argv = sys.argv[1:]
-            sys.path = [os.getcwd(), *paths]
+            sys.path = [os.getcwd(), *own, *sys.path]
             kept.append(runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
         else:
-            sys.path = [str(Path(sys.argv[0]).parent), *paths]
+            sys.path = [str(Path(sys.argv[0]).parent), *own, *sys.path]
             kept.append(runpy.run_path(sys.argv[0], run_name="__main__"))
         code = 0
     except SystemExit as end:
@@ -104,19 +102,14 @@ def become(words, environment):
     os._exit(code & 255)
 
 
-def show(words, environment):
-    """Let `pgrep`, `psutil` and /proc show this command line and environment. They read the memory
-    of the process in which the kernel has put the first ones, at these places: proc(5)."""
-    places = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[45:49]
-    arguments, end_of_arguments, variables, end_of_variables = map(int, places)
-    pairs = [f"{name}={x}" for name, x in environment.items()]
-    for start, end, texts in (
-        (arguments, end_of_arguments, words),
-        (variables, end_of_variables, pairs),
-    ):
-        content = b"".join(os.fsencode(text) + b"\0" for text in texts)
-        ctypes.memset(start, 0, end - start)
-        ctypes.memmove(start, content[: end - start - 1], min(len(content), end - start - 1))
+def show(environment):
+    """Let /proc show this environment. It is read from the memory in which the kernel has put the
+    first one, between these addresses: proc(5)."""
+    stat = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    start, end = map(int, stat[47:49])
+    content = b"".join(os.fsencode(f"{name}={x}\0") for name, x in environment.items())
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, content[: end - start - 1], min(len(content), end - start - 1))
 
 
 def open_streams(unbuffered):
@@ -135,8 +128,3 @@ def draw_seeds():
     random.seed()
     numpy.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(32))
-
-
-def without_tests(paths):
-    """Return the paths that a script has which was started alone."""
-    return [path for path in paths if path not in HERE]

@@ -23,6 +23,12 @@ def small_model(args):  # starting processes is the most of what a check of it t
     )
 
 
+def model_with_statistics(args):
+    model = small_model(args)
+    model[0].append(nn.BatchNorm2d(8))
+    return model
+
+
 def random_loss(model, batch, args):
     values = plain_loss(model, batch, args)
     noise = torch.rand_like(values["loss"])
