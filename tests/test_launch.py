@@ -13,10 +13,8 @@ from processes import ROOT, forked, run, write_programs
 from torch import distributed
 
 NCCL = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "21600"}
+SECOND_RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 TWO_GPUS = {"device_count": 2, "is_available": True, "init": None}
-# What a launcher, a user and `choose_device` set.
-OWN = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "LOCAL_RANK", "OMP_NUM_THREADS", *NCCL}
-OWN |= {"TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND"}
 
 
 @pytest.fixture
@@ -46,17 +44,15 @@ def start(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(distributed, "new_group", lambda *_: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
-    environment = {name: x for name, x in os.environ.items() if name not in OWN}
-    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     yield call
     faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
-    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     counted = []  # before CUDA is initialised, torch counts a GPU of which one part is used as one
     fakes = {"init": lambda: counted.append("init"), "device_count": lambda: len(counted) and 2}
-    run = start(environment=ranks, sees=2, **{**TWO_GPUS, **fakes})
+    run = start(environment=SECOND_RANK, sees=2, **{**TWO_GPUS, **fakes})
     assert start.devices == [1] and not run.accelerator.cpu
     assert start.precisions == ["high"] and torch.backends.cudnn.benchmark
     assert start.threads[-1] == 3
@@ -108,10 +104,10 @@ def test_ranks_that_see_one_gpu_each_join_unless_it_is_the_same(gpu, said, tmp_p
 def test_gpus_that_are_not_used_are_told_once(start, capfd):
     """Without a launcher there is no LOCAL_RANK, with which Accelerate would make a process group,
     for which it has no address."""
-    processes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    start(**{**TWO_GPUS, "device_count": 4})
+    four_gpus = {**TWO_GPUS, "device_count": 4}
+    start(**four_gpus)
     assert start.devices == [0] and "LOCAL_RANK" not in os.environ
-    start(environment=processes, sees=2, **{**TWO_GPUS, "device_count": 4})
+    start(environment=SECOND_RANK, sees=2, **four_gpus)
     assert capfd.readouterr().err.count("of 4 GPUs are unused: start one process per GPU") == 1
 
 
@@ -173,7 +169,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("environment", "interfaces"),
     [
         ({}, "to-10.0.0.3 =to-10.0.0.3"),
         ({"SLURM_NODEID": "1"}, "to-10.0.0.1 =to-10.0.0.1"),
@@ -183,24 +179,16 @@ SLURM = {
     ],
 )
 def test_a_slurm_job_tells_each_node_its_part_and_the_interface_to_the_others(
-    tmp_path, environment, expected
+    tmp_path, environment, interfaces
 ):
     """By the route to the first node, or from there to the last: not the loopback interface. A
     process per GPU, and of each node as many cores as the node has that has the fewest."""
     job = {"SLURM_JOB_ID": "20007", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
     job |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2),8", "SLURM_NODEID": "0"}
-    job["PATH"] = write_programs(tmp_path, **SLURM)
-    printed = run(
-        ["bash", ROOT / "clusters/submit_job.sh"], tmp_path, **{**job, **environment}
-    ).stdout
+    job |= {"PATH": write_programs(tmp_path, **SLURM), **environment}
+    printed = run(["bash", ROOT / "clusters/submit_job.sh"], tmp_path, **job).stdout
     assert "srun --ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 " in printed
-    address = environment.get("ADDRESS", "10.0.0.1")
-    number = environment.get("SLURM_NODEID", "0")
-    assert (
-        (tmp_path / "said")
-        .read_text()
-        .startswith(
-            f"{expected} launch --machine_rank {number} --config_file accelerate_configs/nodes.yaml"
-            f" --num_machines 3 --num_processes 12 --main_process_ip {address} "
-        )
-    )
+    expected = f"{interfaces} launch --machine_rank {job['SLURM_NODEID']} --config_file "
+    expected += "accelerate_configs/nodes.yaml --num_machines 3 --num_processes 12 "
+    expected += f"--main_process_ip {environment.get('ADDRESS', '10.0.0.1')} "
+    assert (tmp_path / "said").read_text().startswith(expected)

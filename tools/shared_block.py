@@ -56,6 +56,7 @@ def ending(block):
     return block[block.index(END) :]
 
 
+@lru_cache  # for new.py, whose tests make copies by the hundred
 def infrastructure():
     """Return the shared block as a file of its own."""
     own, banner, block = parts(REFERENCE)
@@ -134,6 +135,13 @@ def imported(node):
     return found
 
 
+@lru_cache(200)
+def modules(text):
+    """Return the modules of which it imports something anywhere, without their submodules."""
+    found = [imported(x) for x in ast.walk(parsed(text)) if isinstance(x, IMPORTS)]
+    return {name.partition(".")[0] for names in found for name in names.values()}
+
+
 def check_names(path, own, block):
     """Raise ValueError if the owner's part binds a name that the shared block binds, too, or one
     that the block uses, to another thing than the reference's import."""
@@ -201,9 +209,7 @@ def with_metadata(own):
     found = METADATA.search(own)
     content = re.sub("^# ?", "", found[1], flags=re.MULTILINE)
     listed = tomllib.loads(content).get("dependencies", [])
-    nodes = [*ast.walk(parsed(own)), *ast.walk(parsed(infrastructure()))]
-    used = [name for x in nodes if isinstance(x, IMPORTS) for name in imported(x).values()]
-    used = {name.partition(".")[0] for name in used}
+    used = modules(own) | modules(infrastructure())
     # PIL comes with torchvision, with which transformers reads images.
     used |= {other for name, other in OTHER_NAMES.items() if name in used}
     used -= {*map(module_of, listed)}

@@ -42,11 +42,6 @@ def plain_model(args):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
 
 
-def sum_of_losses(model, batch, args):
-    values = plain_loss(model, batch, args)
-    return {**values, "loss": values["loss"].sum().expand(len(values["loss"])) / 8}
-
-
 def loss_with_a_slow_first_step(model, batch, args):
     if not average:
         time.sleep(3)
@@ -75,26 +70,6 @@ def optimizer_with_a_fixed_rate(model, args, total_steps):
     return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
 
-class Noisy(torch.utils.data.TensorDataset):
-    generator = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.1 * torch.randn(image.shape, generator=self.generator), label
-
-
-def loaders(kind, args):
-    images, labels = synthetic_images(256, seed=1)
-    dataset = kind(images.permute(0, 3, 1, 2) / 255, labels)
-    train_loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
-    test_set = torch.utils.data.Subset(dataset, range(64))
-    return train_loader, DataLoader(test_set, args.batch_size)
-
-
-def data_with_their_own_generator(args, accelerator):
-    return loaders(Noisy, args)
-
-
 class Cached(torch.utils.data.TensorDataset):
     """It keeps each sample as it was at the first look."""
 
@@ -110,7 +85,11 @@ class Cached(torch.utils.data.TensorDataset):
 
 
 def data_cached_in_memory(args, accelerator):
-    return loaders(Cached, args)
+    images, labels = synthetic_images(256, seed=1)
+    dataset = Cached(images.permute(0, 3, 1, 2) / 255, labels)
+    train_loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
+    test_set = torch.utils.data.Subset(dataset, range(64))
+    return train_loader, DataLoader(test_set, args.batch_size)
 
 
 def loss_of_noise(seed, model, batch, args):
