@@ -29,8 +29,6 @@ METADATA = re.compile(r"^# /// script\n((?:#(?: .*)?\n)+?)# ///\n", re.MULTILINE
 OTHER_NAMES = {"PIL": "torchvision", "sklearn": "scikit_learn"}
 LISTED = re.compile(r'^dependencies = \[(?:[^]"#]|"[^"]*")*\]', re.MULTILINE)
 IMPORTS = (ast.Import, ast.ImportFrom)
-OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
-OLDER += "make a copy by `make new` with the same examples, and put your functions into it"
 
 
 def parts(path):
@@ -87,10 +85,7 @@ def divided(text, path):
         kind = "a copy of ddp, amp, pipeline or sharded with its line '# ====='"
         raise ValueError(f"{path} has no shared block to update: it is not {kind}")
     ast.parse(text, path)  # an error names the file and the line
-    before, block = text[: banner.start()], text[banner.end() :]
-    if "\n# =====" in block:
-        raise ValueError(f"{path}: {OLDER}")
-    return before, banner[0], block
+    return text[: banner.start()], banner[0], text[banner.end() :]
 
 
 def checksum(text):
