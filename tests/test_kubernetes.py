@@ -42,10 +42,9 @@ def test_the_numbers_of_pods_the_names_and_the_times_to_save_fit_together():
 
 
 # What a rank does: a wrong flag, a stop because another pod is evicted, and because this one is.
-# torchrun alone waits for another pod.
 STOPS = "import signal, time\nsignal.signal(15, lambda *_: exit(143))"
-RANKS = {"wrong": ("exit(2)", 2), "saved": ("exit(143)", 143)}
-RANKS |= {"waits": ("", 143), "stopped": (STOPS, 143)}
+RANKS = {"wrong": ("exit(2)", 2), "saved": ("exit(143)", 143), "stopped": (STOPS, 143)}
+RANKS["waits"] = "", 143  # nothing: torchrun waits for another pod
 
 
 @pytest.mark.slow

@@ -102,8 +102,7 @@ def test_ranks_that_see_one_gpu_each_join_unless_it_is_the_same(gpu, said, tmp_p
 
 
 def test_gpus_that_are_not_used_are_told_once(start, capfd):
-    """Without a launcher there is no LOCAL_RANK, with which Accelerate would make a process group,
-    for which it has no address."""
+    """Without a launcher there is no LOCAL_RANK, by which Accelerate would make a process group."""
     four_gpus = {**TWO_GPUS, "device_count": 4}
     start(**four_gpus)
     assert start.devices == [0] and "LOCAL_RANK" not in os.environ
@@ -112,9 +111,8 @@ def test_gpus_that_are_not_used_are_told_once(start, capfd):
 
 
 def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
-    """A driver that is too old: NVML counts the GPUs, and CUDA does not start. Or an AMD GPU under
-    a build for CUDA. Without GPUs, or if they are hidden, the Accelerator is told to use the CPU:
-    else processes would not see each other."""
+    """A driver that is too old, or an AMD GPU under a build for CUDA. Without GPUs, or if they are
+    hidden, the Accelerator is told to use the CPU: or processes would not see each other."""
     assert start(device_count=0).accelerator.cpu
     old = {"device_count": 1, "is_available": False}
     exists, cannot = os.path.exists, r"torch cannot use the GPUs: update the driver.*ROCm; or add"
@@ -139,10 +137,10 @@ TOLD = {**dict.fromkeys(PLUGINS.split(), "true"), "MIXED_PRECISION": "bf16"}
 TOLD |= {"GRADIENT_ACCUMULATION_STEPS": "4", "DYNAMO_BACKEND": "INDUCTOR"}
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_a_launchers_setting_that_the_recipe_would_ignore_is_an_error(name, start):
-    with pytest.raises(Exit, match=f"the launcher's {name.lower()} is {TOLD[name].lower()}"):
-        start(environment={f"ACCELERATE_{name}": TOLD[name]}, device_count=0)
+@pytest.mark.parametrize(("name", "value"), TOLD.items())
+def test_a_launchers_setting_that_the_recipe_would_ignore_is_an_error(name, value, start):
+    with pytest.raises(Exit, match=f"the launcher's {name.lower()} is {value.lower()}"):
+        start(environment={f"ACCELERATE_{name}": value}, device_count=0)
 
 
 def test_cpu_means_no_gpu_however_many_torch_counts(start):
@@ -164,7 +162,7 @@ SLURM = {
     "scontrol": '[ "$2" = node ] && echo "NodeAddr=${ADDRESS:-10.0.0.$3}" || seq 3',
     "srun": 'echo "srun $@"; while [ "$1" != bash ]; do shift; done; "$@"',
     "ip": '[ "$3" ] && echo "$3 via 10.0.0.9 dev to-$3 src x"',
-    "accelerate": 'echo "${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none} $@" > said',
+    "accelerate": 'echo ${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none} $@ > said; exit 7',
 }
 
 
@@ -182,12 +180,14 @@ def test_a_slurm_job_tells_each_node_its_part_and_the_interface_to_the_others(
     tmp_path, environment, interfaces
 ):
     """By the route to the first node, or from there to the last: not the loopback interface. A
-    process per GPU, and of each node as many cores as the node has that has the fewest."""
+    process per GPU, and of each node as many cores as the node has that has the fewest. The job
+    ends with the status of the training."""
     job = {"SLURM_JOB_ID": "20007", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
     job |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_CPUS_PER_NODE": "32(x2),8", "SLURM_NODEID": "0"}
     job |= {"PATH": write_programs(tmp_path, **SLURM), **environment}
-    printed = run(["bash", ROOT / "clusters/submit_job.sh"], tmp_path, **job).stdout
-    assert "srun --ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 " in printed
+    process = run(["bash", ROOT / "clusters/submit_job.sh"], tmp_path, check=False, **job)
+    assert "srun --ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 " in process.stdout
+    assert " --gpus-per-node=4 bash " in process.stdout and process.returncode == 7
     expected = f"{interfaces} launch --machine_rank {job['SLURM_NODEID']} --config_file "
     expected += "accelerate_configs/nodes.yaml --num_machines 3 --num_processes 12 "
     expected += f"--main_process_ip {environment.get('ADDRESS', '10.0.0.1')} "

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import socket
-import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,9 +32,7 @@ FLAGS = [*CNN, "--log-every", 1, "--lr", 0.02, "--max-steps", STEPS, "--checkpoi
 FLAGS += ["--keep", 9, "--global-batch-size", 64, "--batch-size", 32]
 
 
-# s1 and s2 are in two partitions, one of which goes first. g1 has two GPUs, as far as Slurm looks:
-# files of that name.
-NODES = ("n1", "s1", "s2", "g1")
+NODES = ("n1", "s1", "s2")  # the latter are in two partitions, one of which goes first
 
 CONFIGURATION = """
 ClusterName=recipes
@@ -66,13 +63,11 @@ KillWait=60
 ReturnToService=2
 # Not those of another cluster's jobs: submit_job.sh makes a port of it.
 FirstJobId={first_job}
-GresTypes=gpu
 NodeName=DEFAULT CPUs=4 RealMemory=1000
 {nodes}
 PartitionName=low Nodes=n1 Default=YES
 PartitionName=spare Nodes=s1,s2 PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=s1,s2 PriorityTier=2 PreemptMode=OFF
-PartitionName=gpu Nodes=g1
 """
 
 
@@ -87,16 +82,11 @@ class Cluster:
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
-            + " Gres=gpu:2" * (node == "g1")
             for node, port in zip(NODES, ports, strict=True)
         ]
         values = {"directory": directory, "host": host, "controller_port": controller_port}
         values |= {"nodes": "\n".join(nodes), "first_job": random.randrange(1, 19_000)}
         (directory / "slurm.conf").write_text(CONFIGURATION.format(**values))
-        for gpu in (0, 1):
-            os.mknod(directory / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        gpus = f"NodeName=g1 Name=gpu AutoDetect=off File={directory}/gpu[0-1]\n"
-        (directory / "gres.conf").write_text(gpus)
         # Without what a Slurm around this process has set.
         outer = ("SLURM", "SBATCH", "SCANCEL", "SINFO", "SQUEUE", "SRUN", "MUNGE")
         kept = {name: x for name, x in os.environ.items() if not name.startswith(outer)}
@@ -161,11 +151,12 @@ def slurm(tmp_path):
 class Job:
     """A job of a recipe, submitted in a directory of its own that looks like this repository."""
 
-    def __init__(self, cluster, directory, *options, recipe="recipes/ddp_cifar.py", flags=FLAGS):
+    def __init__(self, cluster, directory, *options, flags=FLAGS):
         self.cluster, self.directory = cluster, directory
         for name in ("recipes", "clusters", "accelerate_configs"):
             (directory / name).symlink_to(ROOT / name)
-        command = ["sbatch", "--parsable", *options, "clusters/submit_job.sh", recipe, *flags]
+        command = ["sbatch", "--parsable", *options, "clusters/submit_job.sh"]
+        command += ["recipes/ddp_cifar.py", *flags]
         self.id = cluster.run(*command, cwd=directory).strip()
         assert self.id.isdigit(), self.id
         self.results = directory / f"runs/slurm-{self.id}"
@@ -249,6 +240,7 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     endless = ["--max-steps", 100_000, "--epochs", 10_000, "--checkpoint-every", 100_000]
     job = Job(slurm, directory, "--ntasks-per-node=2", flags=[*FLAGS, *endless])
     job.until_step(2)
+    assert "mem=1000M" in job.show("TRES"), "all memory of the node"
     slurm.run("scancel", "--signal=USR1", job.id)  # what Slurm sends before the time limit
     job.until_back_in_the_queue(restarts=1)
     (saved,) = job.checkpoints()
@@ -262,26 +254,11 @@ def warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_
     assert len(job.checkpoints()) == 2 and job.checkpoints()[0] == saved, "saved, too"
 
 
-def a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails(
-    directory, slurm
-):
-    broken = str(ROOT / "tests/programs/broken_job.py")
-    job = Job(slurm, directory, "--partition=gpu", recipe=broken, flags=[])
-    job.until("FAILED", "COMPLETED")
-    assert (job.show("JobState"), job.show("ExitCode")) == ("FAILED", "1:0")
-    assert "it is broken" in job.log()
-    assert "mem=1000M" in job.show("TRES")
-    # The launcher ends the second when the first has failed.
-    seen = re.findall("sees (.*);", job.log())
-    assert seen and set(seen) <= {"0 2 0,1", "1 2 0,1"}
-
-
 def test_jobs_side_by_side(slurm, tmp_path_factory):
     """They wait more than they compute."""
     stories = (
         preempted_and_then_bereft_of_a_node_a_job_continues_on_the_other,
         warned_of_its_time_limit_a_job_is_requeued_and_cancelled_it_saves_and_stays_away,
-        a_job_has_whole_nodes_with_a_process_per_gpu_and_fails_where_the_training_fails,
     )
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(story, tmp_path_factory.mktemp("job"), slurm) for story in stories]
