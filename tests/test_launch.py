@@ -162,7 +162,7 @@ SLURM = {
     "scontrol": '[ "$2" = node ] && echo "NodeAddr=${ADDRESS:-10.0.0.$3}" || seq 3',
     "srun": 'echo "srun $@"; while [ "$1" != bash ]; do shift; done; "$@"',
     "ip": '[ "$3" ] && echo "$3 via 10.0.0.9 dev to-$3 src x"',
-    "accelerate": 'echo ${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none} $@ > said; exit 7',
+    "accelerate": "echo ${GLOO_SOCKET_IFNAME:-none} ${NCCL_SOCKET_IFNAME:-none} $@ > said; exit 7",
 }
 
 

@@ -108,9 +108,11 @@ def test_the_next_commands_train_in_two_ways_and_check_at_any_path(make, tmp_pat
 
 
 NEW = "\n\ndef add_flags("  # where an owner's own definitions are
+FLAGS = "    args = parse_args(__doc__, add_technique_flags, add_flags)\n"
 # Examples, a line of the copy and its replacement, what is said.
 NOT_FITTING = [
     (["ema"], ("values, grad_norm =", "values, norm ="), "ema.diff does not fit"),
+    (["ema"], (FLAGS, 2 * FLAGS), "ema.diff does not fit"),
     (["ema"], (NEW, f"\n\nRANK = 1\n{NEW}"), "RANK (line "),
     (["ema"], ('"""Train ', 'text = """Train '), "has no docstring"),
     (["ema"], ("import argparse", "import argparse,"), "own.py, line "),
@@ -312,11 +314,6 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     unknown = run(["make", "-s", "new", "COPY=/tmp/none.py", "WITH=photo"], check=False)
     assert unknown.returncode == 2 and "nothing was written: there is no " in unknown.stderr
     assert listed.strip() in unknown.stderr
-
-
-def test_a_hunk_that_fits_twice_is_an_error():
-    with pytest.raises(ValueError, match="does not fit f"):
-        new.apply("def f():\n    a\n    b\n    a\n", "@@ f\n     a\n+    c\n", "mine")
 
 
 def test_toy_data_names_the_package_that_is_missing(monkeypatch, tmp_path):

@@ -74,9 +74,8 @@ MINE = "my dir/my_cifar.py"
 @pytest.fixture
 def project(tmp_path):
     """A project with the recipes, and a copy of one, with an older banner, no list of packages, and
-    the line ends of Windows. Return a function that edits a file and runs `make sync`, also with
-    COPY=; it returns what was printed, errors, and the texts of all files, {name: text}, before and
-    after. If there is an error, they are the same."""
+    the line ends of Windows. Return a function that edits a file and runs `make sync`. It returns
+    what was printed, errors, and the files before and after, {name: text}."""
     recipes = tmp_path / "project/recipes"
     shutil.copytree(RECIPES, recipes, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "project/tools").mkdir()
