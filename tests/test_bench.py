@@ -9,7 +9,7 @@ import make_results
 import psutil
 import pytest
 from conftest import CNN, NARROW, SHORT, copy, load
-from processes import ROOT, Launched, forked, launch, wait_until
+from processes import ROOT, Launched, forked, launch, outputs, wait_until
 
 bench = load("benchmarks/bench.py")
 
@@ -89,15 +89,13 @@ def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(tmp_path):
         runs.append({**run, "script": ROOT / "benchmarks/bench.py"})
     for run, (codes, output) in zip(runs, forked(runs, tmp_path, together=2), strict=True):
         assert set(codes) == {0}, output
-        directory = tmp_path / run["flags"][1]
-        lines = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
-        train = [line for line in lines if line["event"] == "train"]
-        assert [line["step"] for line in train] == [2, 4] and {x["epoch"] for x in lines} == {1}
-        summary = json.loads((directory / "summary.json").read_text())
-        assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
+        result = outputs(tmp_path / run["flags"][1])
+        train, summary = result.train, result.summary
+        assert [(line["step"], line["epoch"]) for line in train] == [(2, 1), (4, 1)]
+        assert "test_accuracy" not in summary and not list(result.directory.glob("step-*"))
         # Over the same images again and again.
         assert summary.get("steps_per_epoch", 10**7) > 10**6
-        sample = bench.sample_of_recipe(directory, train[0]["time"] - 5)
+        sample = bench.sample_of_recipe(result.directory, train[0]["time"] - 5)
         assert sample["measured_samples"] == 2 * 16 * run["processes"]
         assert sample["start_seconds"] == 5
         assert sample["samples_per_second"] == pytest.approx(train[1]["samples_per_second"])
