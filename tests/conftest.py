@@ -128,7 +128,7 @@ def pytest_configure(config):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-LONGEST = ["slurm", "check", "recipes", "hangs", "new", "sharded", "interruption", "adapting"]
+LONGEST = "slurm check recipes hangs new sharded interruption adapting bench".split()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups

@@ -46,7 +46,7 @@ TESTS = {
     "broadcast_state": "checkpoints resume sharded",
     "lock_output_directory": "interruption checkpoints tracker_and_weights",
     "choose_device": "launch devices configs",
-    "join_process_group": "launch ranks own_mistakes interruption configs hosts",
+    "join_process_group": "launch ranks own_mistakes interruption configs elastic",
     "make_accelerator": "launch training tracker_and_weights configs",
     "load_weights": "errors own_mistakes tracker_and_weights",
     "add_technique_flags": "recipes readme amp sharded",

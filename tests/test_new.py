@@ -297,15 +297,12 @@ def test_a_full_disk_and_a_link_to_a_copy(make, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_imports_are_sorted_whatever_the_version_of_python():
+def test_imports_are_sorted_whatever_the_version_of_python_by_ruff(monkeypatch):
     text = "import os\n\ntype Name = str\n"  # of 3.12
     assert new.sorted_imports(text) == text
-
-
-def test_without_ruff_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "false")
+    monkeypatch.setattr(sys, "executable", "false")  # which has no ruff
     with pytest.raises(ValueError, match="pip install ruff"):
-        new.sorted_imports("import os\n")
+        new.sorted_imports(text)
 
 
 def test_make_new_alone_and_an_unknown_name_list_the_examples():
