@@ -128,19 +128,13 @@ def pytest_configure(config):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-LONGEST = ["slurm", "check", "recipes", "hangs", "new", "sharded", "interruption", "adapting"]
+LONGEST = ["adapting", "slurm", "check", "recipes", "hangs", "new", "sharded", "interruption"]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """The files that take longest begin first: at the end no worker waits for another one. A worker
-    takes the tests of a file, which share runs. Those of test_adapting.py share none: it takes
-    those of one recipe."""
+    """The files that take longest begin first: at the end no worker waits for another one."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
-    for item in items:
-        recipe = item.name.split("-")[1:2] if item.path.stem == "test_adapting" else []
-        item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *recipe])))
 
 
 def pytest_collection_finish():
