@@ -254,7 +254,8 @@ def test_the_command_ends_with_the_status_of_the_rank_and_passes_sigterm_on(case
         if case in ("waits", "stopped"):
             wait_until(lambda: listens(port) if case == "waits" else started.exists())
             pod.send_signal(signal.SIGTERM)
-        assert pod.wait(100) == status
+        wait_until(lambda: pod.poll() is not None)
+        assert pod.returncode == status
     finally:
         pod.kill()
 
