@@ -103,7 +103,7 @@ def test_ranks_that_see_one_gpu_each_join_unless_it_is_the_same(gpu, said, tmp_p
     text = "\n\nchoose_device = lambda args: (1, 1)"
     text += f"\ntorch.cuda.get_device_properties = lambda: argparse.Namespace(uuid={gpu})"
     text += "\ndistributed.init_process_group = lambda *_: exit_with_error('they join')"
-    run = described_copy(tmp_path / "run", "ddp_cifar", project=text, processes=2)
+    run = described_copy(tmp_path / "run", "ddp_cifar", project=text, processes=2, grace=30)
     [(_, output)] = forked([run], tmp_path)
     assert f"mine: error: {said}\n" in output
 
