@@ -11,11 +11,8 @@ from composed import loss_of_step, make, train
 from conftest import ROUNDING_FLOAT32, Exit
 from lazy import lib, transformers, vision_chat
 from PIL import Image
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
-
-BEFORE_CONTENT, BEHIND_CONTENT = "<|{{ x.role }}|>", "{% endfor %}{% if add_generation_prompt"
 
 
 def idefics3(folder):
@@ -99,11 +96,11 @@ def dataset(processor, args, chats=CHATS):
 
 def marked(template):
     """A template that marks the contents of answers, and their ends, as transformers finds them."""
-    head, content = template.split(BEFORE_CONTENT)
-    content, tail = content.split(BEHIND_CONTENT)
+    behind = template.partition("<|{{ x.role }}|>")[2]
+    content = behind.partition("{% endfor %}{% if add_generation_prompt")[0]
     generation = f"{{% generation %}}{content}{{% endgeneration %}}"
     both = f"{{% if x.role == 'assistant' %}}{generation}{{% else %}}{content}{{% endif %}}"
-    return f"{head}{BEFORE_CONTENT}{both}{BEHIND_CONTENT}{tail}"
+    return template.replace(content, both)
 
 
 def opened(messages, folder):
@@ -236,10 +233,10 @@ def test_a_base_without_images_is_an_error(tmp_path):
 def test_an_image_that_cannot_be_read_has_its_file_and_row_in_the_error(folder, tmp_path):
     image = (folder / "0.png").read_bytes()
     (tmp_path / "0.png").write_bytes(image[: len(image) // 2])
-    lines = [json.dumps(x) for x in (asking("a"), asking(0))]
     args = arguments(folder, "qwen")
     args.chats, args.test, args.global_batch_size = tmp_path / "cut.jsonl", None, 1
-    args.chats.write_text("\n".join([lines[0], "", lines[1], lines[0]]))
+    text, with_image = (json.dumps(asking(x)) for x in ("a", 0))
+    args.chats.write_text(f"{text}\n\n{with_image}\n{text}")
     processor = lib.image_chat.chat_processor(args, SimpleNamespace(is_main_process=False))
     train, _ = lib.image_chat.read_image_chats(processor, args)
     with pytest.raises(OSError, match=rf"cut\.jsonl, row 2: {tmp_path}/0\.png: "):
@@ -248,16 +245,13 @@ def test_an_image_that_cannot_be_read_has_its_file_and_row_in_the_error(folder, 
 
 def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
     """With what a run saves, and with an adapter and its frozen vision encoder: the same loss."""
-    lines = [json.dumps({"messages": CHATS[i % 4]}) for i in range(40)]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
+    toy.write_json_lines(folder / "chats.jsonl", [{"messages": x} for x in CHATS * 10])
     flags = ["--cpu", "--base", folder / "qwen", "--chats", folder / "chats.jsonl"]
     flags += ["--batch-size", 4, "--max-steps", 4, "--lr", 1e-2]
     whole = make(tmp_path / "whole.py", "ddp", "vision_chat")
     adapted = make(tmp_path / "adapted.py", "sharded", "vision_chat", "lora")
-    runs = (2, whole, [*flags, "--train-vision"]), (2, adapted, flags)
-    runs = train(tmp_path, *runs)
+    runs = train(tmp_path, (2, whole, [*flags, "--train-vision"]), (2, adapted, flags))
     args = arguments(folder, "qwen")
-    args.output_dir = tmp_path
     for run, part in zip(runs, ("", "adapter"), strict=True):
         source = {"model": str(run.directory / part), "processor": str(run.directory)}
         pipe = transformers.pipeline("image-text-to-text", **source, device="cpu")
@@ -271,8 +265,9 @@ def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
         asked = opened(CHATS[1][:1], folder)
         [answer] = pipe(text=asked, max_new_tokens=3, return_full_text=False)
         assert isinstance(answer["generated_text"], str)
-    names = [name for name in load_file(run.directory / "model.safetensors") if ".lora_" in name]
+    names = [name for name in run.weights if ".lora_" in name]
     assert names and not any("visual" in name for name in names)
-    frozen = vision_chat.build_model(SimpleNamespace(**{**vars(args), "train_vision": False}))
+    args.train_vision = False
+    frozen = vision_chat.build_model(args)
     assert not any(x.requires_grad for x in frozen.model.visual.parameters())
     assert all(x.requires_grad for x in frozen.model.language_model.parameters())
