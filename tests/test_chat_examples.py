@@ -15,13 +15,20 @@ from lazy import grpo, lib, lora, peft, preferences, sft, transformers
 
 pytestmark = pytest.mark.slow
 
+
+def chat(*turns):
+    """Messages of a user and, in turns, an assistant: a text is a content."""
+    roles = ("user", "assistant") * len(turns)
+    given = [{"content": x} if isinstance(x, str) else x for x in turns]
+    return [{"role": role, **turn} for role, turn in zip(roles, given, strict=False)]
+
+
 CHATS = [
-    [("user", "Hi"), ("assistant", " Hello, grüß dich 🙂 ")],
-    [("user", "1 + 1"), ("assistant", "2"), ("user", "sure?\n"), ("assistant", "Yes,\n\nI am")],
-    [("user", "a longer question, of many words"), ("assistant", "no")],
-    [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "a longer answer than all")],
+    chat("Hi", " Hello, grüß dich 🙂 "),
+    chat("1 + 1", "2", "sure?\n", "Yes,\n\nI am"),
+    chat("a longer question, of many words", "no"),
+    chat("x", "y", "z", "a longer answer than all"),
 ]
-CHATS = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
 ARGS = SimpleNamespace(length=1000, beta=0.3)
 
 
@@ -63,13 +70,6 @@ def writing(content, prompt=""):
     return template + "{% if add_generation_prompt %}<|assistant|>" + prompt + "{% endif %}"
 
 
-def chat(*turns):
-    """Messages of a user and, in turns, an assistant: a text is a content."""
-    roles = ("user", "assistant") * len(turns)
-    given = [{"content": x} if isinstance(x, str) else x for x in turns]
-    return [{"role": role, **turn} for role, turn in zip(roles, given, strict=False)]
-
-
 def calling(arguments):
     function = {"name": "weather", "arguments": arguments}
     return {"content": None, "tool_calls": [{"type": "function", "function": function}]}
@@ -102,25 +102,20 @@ def test_keys_that_the_template_reads_or_that_are_harmless_and_parts_are_no_erro
     lib.turns.check_keys(harmless, ["messages"])
 
 
-TEXT = '{"city":"Köln","days":[3]}'
-
-
-@pytest.mark.parametrize(
-    ("arguments", "of_object", "of_text"),
-    [
-        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", "Köln[3]"),
-        ("{{ y.arguments }}", '{"city": "Köln", "days": [3]}', TEXT),
-    ],
-)
-def test_arguments_of_calls_are_as_a_template_wants_them(arguments, of_object, of_text, tokenizer):
+def test_arguments_of_calls_are_as_a_template_wants_them(tokenizer):
     """An object or a text. A template wants a text if it writes an object as Python does."""
+    text = '{"city":"Köln","days":[3]}'
     calls = "{% for y in x.tool_calls | default([]) | map(attribute='function') %}"
-    tokenizer.chat_template = writing(f"{calls}{{{{ y.name }}}} {arguments}{{% endfor %}}")
-    question = {"role": "user", "content": "", "tool_calls": None}  # as in a row of a table
-    for given, expected in ((json.loads(TEXT), of_object), (TEXT, of_text)):
-        messages = [question, {"role": "assistant", **calling(given)}]
-        for tools in (None, '[{"type": "function", "function": {"name": "weather"}}]'):
-            assert trained(tokenizer, messages, tools) == f"weather {expected}<|end|>"
+    question = {"content": "", "tool_calls": None}  # as in a row of a table
+    tools = '[{"type": "function", "function": {"name": "weather"}}]'
+    for written, of_object, of_text in (
+        ("{{ y.arguments.city }}{{ y.arguments.days }}", "Köln[3]", "Köln[3]"),
+        ("{{ y.arguments }}", '{"city": "Köln", "days": [3]}', text),
+    ):
+        tokenizer.chat_template = writing(f"{calls}{{{{ y.name }}}} {written}{{% endfor %}}")
+        for given, expected in ((json.loads(text), of_object), (text, of_text)):
+            found = trained(tokenizer, chat(question, calling(given)), tools)
+            assert found == f"weather {expected}<|end|>"
 
 
 def test_notes_are_said_once(tokenizer, capsys):
@@ -234,21 +229,20 @@ def test_an_answer_may_repeat_its_prompt_or_an_end_of_it_and_no_message_is_dropp
             lib.pairs.conversation(prompt, answer)
 
 
-def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path):
+def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, model, tmp_path):
     """In a checkpoint after some steps, on two processes: of each pair, in the data's order, also
     of a last batch that is padded. A checkpoint has it, so a resumed run computes none. In each
     form of a row the last answers are compared, and a row without a difference is left out."""
     texts = [(f"{i}?", "yes" * (1 + i % 7), "no" * (1 + i % 3)) for i in range(39)]
-    names = "prompt", "chosen", "rejected"
     rejected = [*CHATS[1][:3], {"role": "assistant", "content": "no"}]
     lines = [
         {"prompt": "a", "chosen": "b", "rejected": "b"},
         {"chosen": CHATS[1], "rejected": rejected},
         {"prompt": CHATS[1][:3], "chosen": CHATS[1][3]["content"], "rejected": "no"},
-        *(dict(zip(names, x, strict=True)) for x in texts),
+        *({"prompt": x, "chosen": y, "rejected": z} for x, y, z in texts),
     ]
     pairs = [(CHATS[1], rejected)] * 2
-    pairs += [(chat(prompt, one), chat(prompt, other)) for prompt, one, other in texts]
+    pairs += [(chat(x, y), chat(x, z)) for x, y, z in texts]
     toy.write_json_lines(tmp_path / "pairs.jsonl", lines)
     flags = ["--cpu", "--base", base, "--pairs", tmp_path / "pairs.jsonl", "--batch-size", 4]
     flags += ["--max-steps", 3, "--lr", 1e-2, "--checkpoint-every", 3]
@@ -256,12 +250,9 @@ def test_the_reference_of_a_run_with_lora_is_its_base(base, tokenizer, tmp_path)
     (run,) = train(tmp_path, (2, script, flags))
     content = torch.load(run.directory / "step-00000003.pt", weights_only=True)
     found = torch.cat(content["states"]["reference"]["of"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    expected = []
-    for both in pairs:
-        samples = [tokenized(tokenizer, x, first=len(x) - 1) for x in both]
-        expected.append([by_hand(model, sample).sum().item() for sample in samples])
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    samples = [tokenized(tokenizer, x, first=len(x) - 1) for both in pairs for x in both]
+    expected = torch.stack([by_hand(model, sample).sum() for sample in samples])
+    torch.testing.assert_close(found.flatten(), expected.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_on_a_base_in_bf16_answers_as_the_run(base, tmp_path):
@@ -428,8 +419,7 @@ def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
 
 
 def test_with_lora_the_base_is_the_model_without_its_adapter(model, args, batch):
-    prompts = batch[0]
-    inputs = prompts, torch.randint(3, 999, (4, 5)), 1.0
+    inputs = batch[0], torch.randint(3, 999, (4, 5)), 1.0
     before = lib.policy.log_probabilities(model, *inputs)
     adapted = lora.with_lora(model)
     for name, parameter in adapted.named_parameters():
@@ -458,17 +448,11 @@ def test_each_prompt_gets_its_own_completions_and_rewards_without_dropout(args, 
     assert one.equal(other) and one.all()
 
 
-@pytest.mark.parametrize(
-    ("completion", "line", "expected"),
-    [
-        ("3 and 4 make -1,007.50", {"answer": "#### -1007.5"}, 1),
-        ("", {"answer": 7}, 0),
-        ("ab\nc", {"pattern": "a.*c"}, 1),
-        ("abcd", {"pattern": "a.*c"}, 0),
-    ],
-)
-def test_a_reward_is_for_the_last_number_or_for_a_pattern(completion, line, expected):
-    assert grpo.reward(completion, line) == expected
+def test_a_reward_is_for_the_last_number_or_for_a_pattern():
+    assert grpo.reward("3 and 4 make -1,007.50", {"answer": "#### -1007.5"}) == 1
+    assert grpo.reward("", {"answer": 7}) == 0
+    assert grpo.reward("ab\nc", {"pattern": "a.*c"}) == 1
+    assert grpo.reward("abcd", {"pattern": "a.*c"}) == 0
 
 
 def test_a_model_learns_what_is_rewarded(base, tmp_path):
