@@ -103,19 +103,10 @@ def marked(template):
     return template.replace(content, both)
 
 
-def opened(messages, folder):
-    """Messages with images in place of their files."""
-
-    def with_image(part):
-        name = part.get("path")
-        return {"type": "image", "image": Image.open(folder / name)} if name else part
-
-    return [{**x, "content": [with_image(part) for part in x["content"]]} for x in messages]
-
-
-def test_tokens_and_targets_are_those_of_transformers(args, processor, folder):
+def test_tokens_and_targets_are_those_of_transformers(args, processor, folder, monkeypatch):
     """Of each conversation alone; ours are in one batch. The same if the template marks answers.
     One begins with the tokenizer's first token, and an answer ends with a token of one letter."""
+    monkeypatch.chdir(folder)  # transformers opens an image from here
     usual = processor.chat_template
     other = "<s>" + usual.replace("<|end|>", "<|end|>{{ '\n' }}")
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -126,7 +117,7 @@ def test_tokens_and_targets_are_those_of_transformers(args, processor, folder):
         batch = lib.image_chat.pad_image_chats(processor, [*data])
         counts = batch["attention_mask"][: len(CHATS)].sum(1).tolist()
         for index, (messages, count) in enumerate(zip(CHATS, counts, strict=True)):
-            found = processor.apply_chat_template(opened(messages, folder), **options)
+            found = processor.apply_chat_template(messages, **options)
             [tokens], [mask] = found["input_ids"], found["assistant_masks"]
             assert batch["input_ids"][index, :count].tolist() == tokens
             expected = [x if own else -100 for x, own in zip(tokens, mask, strict=True)][1:]
@@ -243,7 +234,7 @@ def test_an_image_that_cannot_be_read_has_its_file_and_row_in_the_error(folder, 
         train[1]
 
 
-def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
+def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path, monkeypatch):
     """With what a run saves, and with an adapter and its frozen vision encoder: the same loss."""
     toy.write_json_lines(folder / "chats.jsonl", [{"messages": x} for x in CHATS * 10])
     flags = ["--cpu", "--base", folder / "qwen", "--chats", folder / "chats.jsonl"]
@@ -252,6 +243,7 @@ def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
     adapted = make(tmp_path / "adapted.py", "sharded", "vision_chat", "lora")
     runs = train(tmp_path, (2, whole, [*flags, "--train-vision"]), (2, adapted, flags))
     args = arguments(folder, "qwen")
+    monkeypatch.chdir(folder)
     for run, part in zip(runs, ("", "adapter"), strict=True):
         source = {"model": str(run.directory / part), "processor": str(run.directory)}
         pipe = transformers.pipeline("image-text-to-text", **source, device="cpu")
@@ -262,8 +254,7 @@ def test_the_pipeline_of_transformers_answers_as_the_run(folder, tmp_path):
         loss = (values["loss"] * values["weight"]).sum() / values["weight"].sum()
         assert loss.item() == pytest.approx(run.summary["test_loss"], rel=1e-5)
         assert loss < 6.8, "it has not trained"
-        asked = opened(CHATS[1][:1], folder)
-        [answer] = pipe(text=asked, max_new_tokens=3, return_full_text=False)
+        [answer] = pipe(text=CHATS[1][:1], max_new_tokens=3, return_full_text=False)
         assert isinstance(answer["generated_text"], str)
     names = [name for name in run.weights if ".lora_" in name]
     assert names and not any("visual" in name for name in names)
