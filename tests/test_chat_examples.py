@@ -152,9 +152,7 @@ def test_texts_of_others_take_linear_time(tokenizer):
         ("{{ messages[3].content }}", [0], [0], ""),
     ],
 )
-def test_the_end_of_an_answer_is_an_eos_of_what_is_saved(
-    content, eos, saved_eos, said, base, tmp_path, capsys
-):
+def test_an_answer_ends_in_a_saved_eos(content, eos, saved_eos, said, base, tmp_path, capsys):
     args = SimpleNamespace(base=tmp_path / "base", output_dir=tmp_path / "run")
     shutil.copytree(base, args.base)
     args.chat_template = tmp_path / "mine.jinja"
@@ -325,9 +323,7 @@ def test_a_random_number_draws_a_token_as_often_as_it_is_probable():
     torch.testing.assert_close(shares, (scores / 1.7).softmax(0), rtol=0, atol=1.1 / count)
 
 
-def test_a_completion_is_the_same_in_any_batch_and_greedy_is_that_of_transformers(
-    model, args, batch
-):
+def test_a_completion_is_that_of_any_batch_and_if_greedy_of_transformers(model, args, batch):
     prompts, _, numbers = batch
     plain = deepcopy(model)
     # The base's own, which are left out.
@@ -363,9 +359,8 @@ def losses_by_hand(model, reference, prompts, completions, rewards, beta):
     losses, divergences = [], []
     groups = rewards.view(2, 2).double()
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    for prompt, completion, advantage in zip(
-        prompts, completions, advantages.flatten(), strict=True
-    ):
+    rows = zip(prompts, completions, advantages.flatten(), strict=True)
+    for prompt, completion, advantage in rows:
         prompt, completion = prompt[prompt != -100], completion[completion != -100]
         tokens, places = torch.cat((prompt, completion))[None], slice(len(prompt) - 1, -1)
         found, of_base = (
@@ -380,9 +375,7 @@ def losses_by_hand(model, reference, prompts, completions, rewards, beta):
 
 
 @pytest.mark.parametrize(("mean_over", "beta"), [("completions", 0.7), ("tokens", 0.0)])
-def test_the_gradient_is_that_of_the_papers_formula_in_any_microbatches(
-    mean_over, beta, args, tmp_path
-):
+def test_any_microbatches_have_the_gradient_of_the_paper(mean_over, beta, args, tmp_path):
     """arXiv:2402.03300, equation 3, and equation 4 for the divergence from another model. Two
     prompts have completions of 100 and of 900 tokens (huggingface/trl#7206). Microbatches are
     weighted as in a recipe's `train_step`."""

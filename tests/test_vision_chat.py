@@ -12,7 +12,8 @@ from conftest import ROUNDING_FLOAT32, Exit
 from lazy import lib, transformers, vision_chat
 from PIL import Image
 
-pytestmark = pytest.mark.slow
+# How transformers opens an image is deprecated.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The image decoding")]
 
 
 def idefics3(folder):
