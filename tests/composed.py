@@ -10,8 +10,9 @@ from importlib import metadata
 
 import new
 import numpy
+import pytest
 import torch
-from conftest import FEW_IMAGES
+from conftest import FEW_IMAGES, ROUNDING_FLOAT32
 from PIL import Image
 from processes import ROOT, train_forked
 
@@ -47,6 +48,7 @@ IMPORTS = [
     *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
 ]
 train = partial(train_forked, imports=IMPORTS)
+close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
 def make(path, recipe, *examples, replaced=()):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import loss_of_step, make, train
-from conftest import ROUNDING_FLOAT32, Exit
+from composed import close, loss_of_step, make, train
+from conftest import Exit
 from lazy import grpo, lib, lora, peft, preferences, sft, transformers
 
 pytestmark = pytest.mark.slow
@@ -186,7 +186,7 @@ def test_the_loss_of_sft_is_the_mean_over_all_tokens_of_answers(model, tokenizer
     for size in (1, 2, 4):
         batches = [lib.chat.pad_chats(samples[i : i + size]) for i in range(0, 4, size)]
         loss = loss_of_step([sft.compute_loss(model, batch, ARGS) for batch in batches])
-        assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
+        assert loss.item() == close(exact.item())
         torch.testing.assert_close(gradient(model, loss), expected, rtol=1e-4, atol=1e-6)
 
 

@@ -4,14 +4,13 @@ of errors. That their copies train the same in every way: test_adapting.py."""
 import itertools
 import math
 import random
-from functools import partial
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 import toy
-from composed import make, train, write_wav
+from composed import close, make, train, write_wav
 from conftest import ROUNDING_FLOAT32, Exit
 from lazy import fine_tune_speech, lib, sacrebleu, speech, transformers
 from safetensors.torch import save_file
@@ -20,8 +19,6 @@ from torch.nn import functional as F
 from lib import utterances
 
 pytestmark = pytest.mark.slow
-
-close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
 # ----------------------------------------------------------------------------------------- speech

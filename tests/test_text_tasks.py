@@ -3,14 +3,13 @@ seqeval, sacrebleu, transformers and sentence-transformers. That copies of them 
 test_adapting.py."""
 
 import math
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import toy
-from composed import make, train
+from composed import close, make, train
 from conftest import ROUNDING_FLOAT32, Exit
 from lazy import (
     masked_lm,
@@ -28,8 +27,6 @@ from ddp_cifar import SeededSamples
 from lib import entities, ranking, rows
 
 pytestmark = pytest.mark.slow
-
-close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
 @pytest.fixture(scope="module")

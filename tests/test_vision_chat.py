@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
-from composed import loss_of_step, make, train
-from conftest import ROUNDING_FLOAT32, Exit
+from composed import close, loss_of_step, make, train
+from conftest import Exit
 from lazy import lib, transformers, vision_chat
 from PIL import Image
 
@@ -157,7 +157,7 @@ def test_the_loss_is_that_of_transformers_however_a_batch_is_divided(args, proce
         parts = [samples[i : i + size] for i in range(0, 4, size)]
         batches = [lib.image_chat.pad_image_chats(processor, part) for part in parts]
         loss = loss_of_step([vision_chat.compute_loss(model, x, args) for x in batches])
-        assert loss.item() == pytest.approx(exact.item(), rel=ROUNDING_FLOAT32)
+        assert loss.item() == close(exact.item())
         actual = torch.autograd.grad(loss, parameters)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
