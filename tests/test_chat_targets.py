@@ -113,13 +113,12 @@ def template_of(form):
     header, (opening, closing) = form["headers"][0], form["thought"]
     has_prompt, opens = form["prompt"] != "nothing", form["opens"]
     prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[opens]
-    before = "" if form["prompt"] == "header always" else header
     begin = opening if has_prompt and prompt else f"¦{opening}¦"
     end = closing if has_prompt and opens == "empty thought" else f"¦{closing}¦"
     without = {"nothing": "", "end": f"¦{closing.strip()}¦"}.get(form["without"], begin + end)
     own_header = not has_prompt and form["marked"] == "nothing"
     names = {"header": f"¦{header}¦" if own_header else header, "no_reasoning": without}
-    names |= {"opening": begin, "generated_behind": before + prompt if has_prompt else ""}
+    names |= {"opening": begin, "generated_behind": header + prompt if has_prompt else ""}
     template = re.sub(r"\n *", "", TEMPLATE)
     for number, tag in enumerate(TAGS[form["marked"]]):
         template = template.replace(f"TAG{number}", tag)
