@@ -23,14 +23,11 @@ def idefics3(folder):
     names = {"bos_token": "<s>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     tokenizer = toy.bpe_tokenizer(special, "<s> $A", **names)
     sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+    images = transformers.Idefics3ImageProcessor(**sizes)
     place = "<|vision_start|><|image_pad|><|vision_end|>"
     template = toy.IMAGE_CHAT_TEMPLATE.replace(place, "<image>")
-    processor = transformers.Idefics3Processor(
-        transformers.Idefics3ImageProcessor(**sizes),
-        tokenizer,
-        image_seq_len=4,
-        chat_template=template,
-    )
+    options = {"image_seq_len": 4, "chat_template": template}
+    processor = transformers.Idefics3Processor(images, tokenizer, **options)
     text = {"model_type": "llama", "vocab_size": len(tokenizer), "eos_token_id": 3, **toy.SMALL}
     vision = {"image_size": 32, "patch_size": 8, **toy.SMALL}
     config = transformers.Idefics3Config(text_config=text, vision_config=vision, image_token_id=4)
