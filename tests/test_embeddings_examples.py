@@ -37,20 +37,16 @@ def bases(tmp_path_factory):
     toy.bert(directory)
     config = directory / "bert/config.json"
     config.write_text(config.read_text().replace('dropout_prob": 0.1', 'dropout_prob": 0.0'))
-    with_pooling(directory, "cls", "cls")
-    with_pooling(directory, "last", "lasttoken")
+    modules = sentence_transformers.sentence_transformer.modules
+    for name, mode in (("cls", "cls"), ("last", "lasttoken")):
+        words = modules.Transformer(str(directory / "bert"))
+        layers = [words, modules.Pooling(64, pooling_mode=mode), modules.Normalize()]
+        model = sentence_transformers.SentenceTransformer(modules=layers, device="cpu")
+        model.save(str(directory / name))
     config = directory / "cls/1_Pooling/config.json"  # as former versions have saved it
     former = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False}
     config.write_text(json.dumps(former | {"pooling_mode_cls_token": True}))
     return directory
-
-
-def with_pooling(directory, name, mode):
-    modules = sentence_transformers.sentence_transformer.modules
-    words = modules.Transformer(str(directory / "bert"))
-    layers = [words, modules.Pooling(64, pooling_mode=mode), modules.Normalize()]
-    model = sentence_transformers.SentenceTransformer(modules=layers, device="cpu")
-    model.save(str(directory / name))
 
 
 @pytest.fixture(scope="module")
