@@ -134,6 +134,14 @@ def test_notes_are_said_once(tokenizer, capsys):
     assert not capsys.readouterr().err
 
 
+def test_an_eos_in_place_of_a_prompt_is_an_end_and_no_header(tokenizer):
+    """As in the template of Phi-3."""
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    end = "{% else %}{{ eos_token }}{% endif %}"
+    tokenizer.chat_template = writing("{{ x.content }}").replace("{% endif %}", end)
+    assert trained(tokenizer, chat("a", "b")) == "b<|end|><|endoftext|>"
+
+
 def test_texts_of_others_take_linear_time(tokenizer):
     """They took minutes."""
     assert lib.turns.squeezed("\\" * 10**6 + "a") == "a"
