@@ -99,8 +99,8 @@ def interrupted(case, directory):
                 one.send_signal(signal.SIGTERM)
         else:
             tee.send_signal(signal.SIGINT)
-            os.killpg(process.pid, signal.SIGINT)
             tee.communicate()
+            os.killpg(process.pid, signal.SIGINT)
         code = process.wait(300)
         wait_until(lambda: not any(one.is_running() for one in started))
     finally:
@@ -207,9 +207,9 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank():
         worker.start()
         os.write(write, str(worker.pid).encode())
         recipe.exit_now(0)
-    worker = psutil.Process(int(os.read(read, 20)))
+    worker = int(os.read(read, 20))
     os.waitpid(process, 0)
-    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie")
 
 
 def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(tmp_path):

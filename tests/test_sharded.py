@@ -47,34 +47,28 @@ def assert_equal(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-# A small checkpoint has as many files as a large one.
-FILES = "\nFILE_SIZE = 300\n"
-EQUAL = {  # processes and flags: of the whole run, or of one that continues another after a step
-    "1": (1, ["--batch-size", 32]),
-    "2, whole gradients": (2, ["--batch-size", 4]),
-    "4, gradients in shards": (4, ["--batch-size", 4, "--sync-each-batch"]),
-    "4, gradients in shards to 2 x 2": (4, ["--batch-size", 8, "--replicas", 2]),
-}
+def ddp_and_sharded(directory, text):
+    """Copies of both, with the functions of a project."""
+    names = "ddp", "sharded"
+    return [copy(f"{x}_cifar", directory / f"{x}.py", *SHORT, project=text) for x in names]
+
+
+FILES = "\nFILE_SIZE = 300\n"  # a small checkpoint has as many files as a large one
+EQUAL = [  # processes and flags
+    (1, ["--batch-size", 32]),
+    (2, ["--batch-size", 4]),  # whole gradients
+    (4, ["--batch-size", 4, "--sync-each-batch"]),  # in shards
+    (4, ["--batch-size", 8, "--replicas", 2]),
+]
 
 
 def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path):
-    """Also accumulated and clipped, of samples that weigh unequally, and when a run continues on
-    another number of processes."""
+    """Also accumulated and clipped, of samples that weigh unequally."""
     flags = [*CNN, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.1]
     text = project("sharded", compute_loss="weighted_loss") + IN_FLOAT64
-    script = copy("ddp_cifar", tmp_path / "ddp.py", *SHORT, project=text)
-    runs = [(1, script, [*flags, "--batch-size", 32])]
-    script = copy("sharded_cifar", tmp_path / "mine.py", *SHORT, project=text + FILES)
-    flags += ["--checkpoint-every", 3]
-    for name, (processes, own) in EQUAL.items():
-        runs.append((processes, script, [*flags, *own], {"directory": tmp_path / name}))
-    ddp, *ours = train_forked(tmp_path, *runs[:-1])
-    first, last = (tmp_path / name for name in [*EQUAL][-2:])
-    assert min(map(len, files_of_ranks(first / "step-00000003"))) > 3
-    shutil.copytree(first, last)
-    shutil.rmtree(last / "step-00000005")
-    ours += train_forked(tmp_path, runs[-1])
-    assert ours[-1].summary["resumed_from"] == 3
+    ddp, sharded = ddp_and_sharded(tmp_path, text)
+    runs = [(n, sharded, [*flags, *own]) for n, own in EQUAL]
+    ddp, *ours = train_forked(tmp_path, (1, ddp, [*flags, "--batch-size", 32]), *runs)
     for run in ours:
         assert_same_training(run, ddp, ROUNDING)
     norms = [line["grad_norm"] for line in ddp.train]
@@ -222,11 +216,7 @@ def test_a_module_of_two_units_is_an_error_that_names_it_if_it_has_parameters(mo
 def test_tied_weights_and_buffers_are_those_of_ddp(tmp_path):
     """A weight with two names is written once. A buffer of two modules is in no state dict. Ranks
     share one that a module replaces; of BatchNorm they evaluate with that of the main process."""
-    text = project("sharded", build_model="Tied") + IN_FLOAT64
-    scripts = [
-        copy(f"{name}_cifar", tmp_path / f"{name}.py", FEW_IMAGES, project=text)
-        for name in ("ddp", "sharded")
-    ]
+    scripts = ddp_and_sharded(tmp_path, project("sharded", build_model="Tied") + IN_FLOAT64)
     flags = [*CNN, "--global-batch-size", 64, "--batch-size", 16, "--max-steps", 3]
     ddp, sharded = train_forked(tmp_path, *((2, script, flags) for script in scripts))
     assert "third.weight" not in sharded.weights
