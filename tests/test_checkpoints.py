@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    CNN,
-    FEW_IMAGES,
-    SHORT,
     assert_identical,
     assert_same_training,
     begin_of,
     content,
-    copy,
     described_copy,
     load,
     project,
@@ -67,19 +63,18 @@ ORDER = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
-    script = copy(recipe, tmp_path / "mine.py", FEW_IMAGES, project=DISTURBED)
-    flags = [*CNN, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
-    flags += ["--log-every", 1, "--output-dir"]
-    one = {"processes": 2, "script": script, "directory": tmp_path, "grace": 0.5}
+    run = {"flags": ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]}
+    run |= {"project": DISTURBED, "processes": 2, "terminate": False}
+    one = described_copy(tmp_path / "mine", recipe, **run)
+    again = {**one, "flags": [*one["flags"], "--output-dir", "killed"]}
     kills = [disturb(*kill) for *kill, _ in KILLS[recipe]]
-    runs = [{**one, "flags": [*flags, "killed"], "env": env} for env in (*kills, {})]
-    whole, *answers = forked([{**one, "flags": [*flags, "whole"]}, *runs], tmp_path)
+    whole, *answers = forked([one, *({**again, "env": env} for env in (*kills, {}))], tmp_path)
     assert whole[0] == answers[-1][0] == [0, 0], answers[-1]
     for (rank, *_, begin), before, after in zip(KILLS[recipe], answers, answers[1:], strict=False):
         assert before[0][rank] == -9, before
         assert begin_of(after[1]) == begin, after
         assert "damaged" not in after[1], "a checkpoint under its final name was not complete"
-    whole, killed = (outputs(tmp_path / name) for name in ("whole", "killed"))
+    whole, killed = (outputs(tmp_path / "mine" / name) for name in ("run", "killed"))
     assert_same_training(killed, whole, 0)
     left = [sorted(path.name for path in run.directory.iterdir()) for run in (whole, killed)]
     assert left[0] == left[1] and sum(name.startswith("step-") for name in left[0]) == 2
@@ -102,9 +97,8 @@ def test_where_a_checkpoint_cannot_be_written_all_ranks_exit_and_earlier_ones_st
     flags = ["--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6]
     runs = []
     for index, (_, fault) in enumerate(cases):
-        directory = tmp_path / str(index)
-        run = described_copy(directory, recipe, project=DISTURBED, flags=flags)
-        runs.append(run | {"processes": 2, "env": disturb(*fault)})
+        more = {"flags": flags, "processes": 2, "env": disturb(*fault)}
+        runs.append(described_copy(tmp_path / str(index), recipe, project=DISTURBED, **more))
     answers = forked(runs, tmp_path, together=2)
     for (reason, _), run, answer in zip(cases, runs, answers, strict=True):
         pattern = r"cannot write run/step-00000004, earlier ones stay \((.*)\)"
@@ -186,13 +180,11 @@ def test_all_ranks_get_the_checkpoint_or_none_resumes(recipe, tmp_path):
     the rank. A flag that was added to the recipe later does not hinder resuming."""
     second = "1" if recipe == "sharded_cifar" else "0"
     readers = {"OSError": "0", "MemoryError": second}  # by which error they fail
-    script = copy(recipe, tmp_path / "mine.py", *SHORT, project=project("checkpoints"))
-    flags = [*CNN, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
-    again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
+    run = {"flags": ["--batch-size", 16, "--output-dir", "run0"], "processes": 2}
+    again = described_copy(tmp_path / "mine", recipe, project=project("checkpoints"), **run)
     later = {**again, "env": {"LATER": "1"}}
-    ends = {"grace": 0.5, "terminate": True}
-    fails = [{**again, **ends, "env": {"FAILS": x, "ERROR": e}} for e, x in readers.items()]
-    own_disks = {**again, **ends, "flags": [*flags[:-1], "run"], "env": {"OWN_DISKS": "1"}}
+    fails = [{**again, "env": {"FAILS": x, "ERROR": e}} for e, x in readers.items()]
+    own_disks = {**again, "flags": [*again["flags"][:-1], "run"], "env": {"OWN_DISKS": "1"}}
     saved, *failed, resumed, refused = forked([again, *fails, later, own_disks], tmp_path)
     assert saved[0] == resumed[0] == [0, 0], resumed
     read = re.findall(r"rank (.) reads run0/step-00000002", resumed[1])
@@ -226,23 +218,23 @@ STEPS = 16  # two epochs of 256 samples at a global batch of 32
 def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path):
     """Stopped in mid-epoch, continued by the same command, stopped at the epoch's end, and
     continued. On two processes, in two microbatches."""
-    script = copy("ddp_cifar", tmp_path / "mine.py", FEW_IMAGES, project=project("disturbed"))
-    common = {"processes": 2, "script": script, "directory": tmp_path, "grace": 30}
-    flags = [*CNN, "--batch-size", 8, "--global-batch-size", 32]
-    flags += ["--epochs", 2, "--log-every", 1, "--hang-timeout", 30, "--clip-norm", 9]
+    flags = ["--batch-size", 8, "--global-batch-size", 32, "--max-steps", STEPS]
+    flags += ["--hang-timeout", 30, "--clip-norm", 9]
+    run = {"flags": flags, "project": DISTURBED, "processes": 2, "grace": 30}
+    one = described_copy(tmp_path / "mine", "ddp_cifar", **run)
     every = ["--checkpoint-every", 1, "--keep", STEPS]
-    runs = [{**common, "flags": [*flags, *every, "--output-dir", "whole"]}]
-    flags += ["--keep", 3, "--output-dir", "broken"]
+    runs = [{**one, "flags": [*one["flags"], *every]}]
+    flags = [*one["flags"], "--keep", 3, "--output-dir", "broken"]
     for stop, name in ((4, "SIGTERM"), (8, "SIGINT"), (0, None)):
         # The ranks stop one step after a signal: they vote while a step is computed.
-        runs.append({**common, "flags": flags, "env": disturb(1, stop - 1, name)})
+        runs.append({**one, "flags": flags, "env": disturb(1, stop - 1, name)})
     answers = forked(runs, tmp_path)
     expected = ((0, 0, None), (143, 0, 4), (130, 4, 8), (0, 8, None))
     for (codes, output), (code, begin, stop) in zip(answers, expected, strict=True):
         assert codes == [code] * 2, output
         assert begin_of(output) == begin, output
         assert output.count(f"stopped after step {stop}, which is saved") == bool(stop), output
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole, broken = (tmp_path / "mine" / name for name in ("run", "broken"))
     steps = [int(path.stem[5:]) for path in sorted(broken.glob("*.pt"))]
     assert steps == [4, 8, STEPS]
     for step in steps:
@@ -276,27 +268,19 @@ def test_what_no_state_dict_has_resumes_and_evaluations_in_mid_epoch_change_noth
     that a later save deletes. FSDP takes no integer parameters."""
     is_sharded = recipe == "sharded_cifar"
     text = project("resume", build_model="growing_model" if is_sharded else "quantised_model")
-    script = copy(recipe, tmp_path / "mine.py", *SHORT, UNFUSED, project=text)
-    flags = [*CNN, "--global-batch-size", 64, "--batch-size", 32, "--epochs", 2, "--log-every", 1]
-    flags += OWN_FLAGS.get(recipe, [])
-    common = {"processes": 2, "script": script, "directory": tmp_path}
-    often = [*flags, "--evaluate-every", 3, "--checkpoint-every", 7, "--keep", 9]
-    often += ["--output-dir", "with"]
-    once, ended, resumed = forked(
-        [
-            {**common, "flags": [*flags, "--output-dir", "without"]},
-            {**common, "flags": often, "env": {"ENDS": "3"}},
-            {**common, "flags": often},
-        ],
-        tmp_path,
-    )
+    flags = ["--global-batch-size", 64, "--batch-size", 32, "--max-steps", 8]
+    run = {"flags": [*flags, *OWN_FLAGS.get(recipe, [])], "project": text, "processes": 2}
+    one = described_copy(tmp_path / "mine", recipe, UNFUSED, **run)
+    often = ["--evaluate-every", 3, "--checkpoint-every", 7, "--keep", 9, "--output-dir", "with"]
+    again = {**one, "flags": [*one["flags"], *often]}
+    once, ended, resumed = forked([one, {**again, "env": {"ENDS": "3"}}, again], tmp_path)
     assert [set(x[0]) for x in (once, ended, resumed)] == [{0}, {7}, {0}], (once, ended, resumed)
     assert begin_of(resumed[1]) == 3, "the step was saved before its evaluation"
     if is_sharded:  # the checkpoint has all of a model
         built = [output.count("builds a model on cpu") for _, output in (once, resumed)]
         assert built == [1, 0]
     assert resumed[1].count("mapped files: False") == 10 and "mapped files: True" not in resumed[1]
-    without, often = (outputs(tmp_path / name) for name in ("without", "with"))
+    without, often = (outputs(tmp_path / "mine" / name) for name in ("run", "with"))
     assert [line["step"] for line in often.evaluations] == [3, 6, 8]
     names = sorted(path.name[:13] for path in often.directory.glob("step-*"))
     assert names == [f"step-{step:08}" for step in (3, 6, 7, 8)]

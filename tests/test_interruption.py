@@ -38,33 +38,27 @@ pytestmark = pytest.mark.slow
 
 LAUNCH = [ACCELERATE, "launch", "--config_file"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
-# what happens: (the words before the recipe, the launcher's exit codes: Python's own is 120 where
-# the last lines have nowhere to go)
-CASES = {
-    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], {120}),
-    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], {1, 120}),
-    "its launcher is killed": ([*TORCHRUN, "2"], {-signal.SIGKILL}),
-    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], {-signal.SIGKILL}),
-    "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], {1}),
-}
 # Rank 0 says the reason, and looks for its launcher each second: a step takes longer, so that the
 # other rank does not stop the run before that.
-REPLACED = {
-    "its launcher is killed": {"train_step": "slow_step"},
-    "the launcher of one process is killed": {"train_step": "slow_step"},
-    "SIGTERM comes to each process": {
-        "load_data": "data_of_persistent_workers",
-        "CONTEXT": '"forkserver"',
-    },
+SLOW = {"train_step": "slow_step"}
+WORKERS = {"load_data": "data_of_persistent_workers", "CONTEXT": '"forkserver"'}
+# what happens: (the words before the recipe, what the copy has, the launcher's exit codes: Python's
+# own is 120 where the last lines have nowhere to go)
+CASES = {
+    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], {}, {120}),
+    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], {}, {1, 120}),
+    "its launcher is killed": ([*TORCHRUN, "2"], SLOW, {-signal.SIGKILL}),
+    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], SLOW, {-signal.SIGKILL}),
+    "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], WORKERS, {1}),
 }
 
 
 def interrupted(case, directory):
     """Start a run that would take minutes and interrupt it when it trains. Return the exit code of
     the launcher, the checkpoints, and everything that was printed while somebody read it."""
-    launcher, _ = CASES[case]
+    launcher, chosen, _ = CASES[case]
     metrics, log = directory / "run/metrics.jsonl", directory / "log"
-    text = project("interruption", **REPLACED.get(case, {}))
+    text = project("interruption", **chosen)
     script = copy("ddp_cifar", directory / "mine.py", *SHORT, project=text)
     command = [*launcher, script, *CNN, "--log-every", 1, "--output-dir", directory / "run"]
     command = [*map(str, command), "--batch-size", "16", "--epochs", "1000"]
@@ -117,7 +111,7 @@ def interrupted(case, directory):
 def test_a_run_saves_and_stops_when(case, tmp_path):
     code, saved, last_line, log = interrupted(case, tmp_path)
     assert saved and saved[-1] == last_line, log
-    assert code in CASES[case][1], log
+    assert code in CASES[case][2], log
     assert "tee" not in case or ("step 2/" in log and "which is saved" not in log), "it ended first"
     if "SIGTERM" in case or "killed" in case:
         assert log.count("SIGTERM: stopping after the next step (") == 1, "by one rank"
