@@ -66,7 +66,7 @@ def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe
     run = {"flags": ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]}
     run |= {"project": DISTURBED, "processes": 2, "terminate": False}
     one = described_copy(tmp_path / "mine", recipe, **run)
-    again = {**one, "flags": [*one["flags"], "--output-dir", "killed"]}
+    again = {**one, "flags": ["killed" if x == "run" else x for x in one["flags"]]}
     kills = [disturb(*kill) for *kill, _ in KILLS[recipe]]
     whole, *answers = forked([one, *({**again, "env": env} for env in (*kills, {}))], tmp_path)
     assert whole[0] == answers[-1][0] == [0, 0], answers[-1]
