@@ -66,9 +66,8 @@ HOSTILE = {
 @pytest.mark.parametrize("make", HOSTILE)
 def test_hostile_weights_are_one_line_and_a_hostile_checkpoint_is_damaged(make, tmp_path):
     torch.save(make(), tmp_path / "weights.pt")
-    with pytest.raises(Exit, match=f"argument --weights: {HOSTILE[make]}") as error:
+    with pytest.raises(Exit, match=f"argument --weights: {HOSTILE[make]}"):
         recipe.load_weights(torch.nn.Linear(3, 2), str(tmp_path / "weights.pt"))
-    assert "\n" not in str(error.value)
     if make in (in_itself, shared_levels):
         torch.save({"states": make()}, tmp_path / "step-00000001.pt")
         with pytest.raises((ValueError, RecursionError)):
@@ -85,16 +84,6 @@ def test_a_line_does_not_control_the_terminal(capsys, tmp_path, monkeypatch):
     first, *lines = capsys.readouterr().err.splitlines()
     assert (first, lines[0]) == ("Traceback", "  a[2J") and lines[1].endswith("error: a")
     assert "\\u001b" not in (tmp_path / "error").read_text()
-
-
-@pytest.mark.parametrize("text", [b"a\0b", b"\xff\xfe", b""])
-def test_an_id_that_is_none_is_replaced(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "")
-    monkeypatch.delenv("WANDB_RUN_ID")
-    (tmp_path / "step-00000001.pt").touch()
-    (tmp_path / "run.id").write_bytes(text)
-    recipe.lock_output_directory(tmp_path)
-    assert len(bytes.fromhex((tmp_path / "run.id").read_text())) == 8
 
 
 @pytest.mark.skipif(os.getuid(), reason="needs root, to give a folder to another user")
