@@ -28,16 +28,6 @@ SETTINGS = [
 ]
 
 
-def taken(samples, processes, workers, batch):
-    """{(rank, worker): the positions that it reads}, as Accelerate and a DataLoader divide them."""
-    found = {}
-    for number in range(len(samples) // (batch * processes) * processes):
-        key = number % processes, number // processes % workers
-        begin = number * batch
-        found.setdefault(key, []).extend(range(begin, begin + batch))
-    return found
-
-
 def test_an_epoch_by_lane_has_each_sample_once_and_each_group_in_few_lanes():
     sizes = torch.randint(1, 60, (40,), generator=torch.Generator().manual_seed(0))
     group = torch.arange(40).repeat_interleave(sizes)
@@ -81,12 +71,15 @@ def test_each_row_group_is_read_once_where_lanes_divide_among_workers(
     groups = module.row_groups(write_rows(tmp_path, 4, 128), args)
     order = ByLane(range(512), 0, torch.full((32,), 16), lanes, block)
     reads, rows, most = Counter(), {}, 0
-    for positions in taken(order, processes, workers, batch).values():
+    # Microbatches go to processes in turn, by Accelerate, and there to workers, by a DataLoader.
+    stride = processes * workers * batch
+    whole = len(order) // (processes * batch) * processes * batch
+    for first in range(0, stride, batch):
         dataset = module.RowGroups(groups, {"number": "number"}, lambda row: row["number"])
         stream = module.Stream(dataset, args)
         read = dataset.read
         dataset.read = lambda group, read=read: reads.update([group]) or read(group)
-        for position in positions:
+        for position in [x + i for x in range(first, whole, stride) for i in range(batch)]:
             rows[position] = stream[position]
             most = max(most, len(dataset.tables))
         for table in dataset.tables.values():
@@ -94,7 +87,6 @@ def test_each_row_group_is_read_once_where_lanes_divide_among_workers(
     assert rows == {position: order[position] for position in rows}
     own = stream.lanes_of_a_worker()
     assert most <= 2 * own
-    stride = processes * workers * batch
     if lanes * block % stride == 0 and batch % block == 0:
         assert own == lanes // (processes * workers)
         assert reads.total() <= 32 + lanes, "a group that ends in another lane is read there, too"
