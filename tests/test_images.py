@@ -10,9 +10,9 @@ import torch
 import torchvision
 from composed import make, of_coco, write_photos
 from conftest import ROUNDING_FLOAT32, Exit
-from lazy import datasets, detection, lib, lora, photos, segmentation, tar_shards, vit
+from lazy import datasets, detection, lora, photos, segmentation, tar_shards, vit
 from PIL import Image
-from processes import train_forked
+from processes import ROOT, train_forked
 from torch.nn.functional import avg_pool2d
 from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
@@ -44,17 +44,6 @@ def of_rows(path):
     return dataset[0][0]
 
 
-def of_detection(path):
-    content = of_coco({}, images=[{"id": 1, "file_name": path.name}])
-    path.with_suffix(".json").write_bytes(content)
-    return coco.Objects(path.parent, path.with_suffix(".json"), 3)[0][0]
-
-
-def of_clip(path):
-    tokens = {"input_ids": [1]}
-    return lib.captions.Captioned([(path, "")], lambda caption: tokens, v2.Identity())[0][0]
-
-
 def of_segmentation(path):
     Image.new("L", (8, 12)).save(path.with_suffix(".png"))
     return segmentation.Masks([path], 4, v2.Identity())[0][0]
@@ -66,20 +55,18 @@ def of_shards(path):
     return tar_shards.decode(args, v2.Identity(), sample)[0]
 
 
-def of_vision_chat(path):
-    sample = lib.image_chat.packed(("", [], [path], "a row", 1))
-    places = torch.tensor([0]), torch.tensor([len(sample)])
-    return v2.functional.to_image(lib.image_chat.ImageChats(sample, *places)[0][2][0])
-
-
-READERS = [of_photos, of_rows, of_detection, of_clip, of_segmentation, of_shards, of_vision_chat]
+def test_one_function_opens_the_images_of_all_tasks_but_masks():
+    texts = {x.name: x.read_text() for x in (ROOT / "examples").rglob("*.py")}
+    assert [name for name, text in texts.items() if "Image.open" in text] == ["images.py"]
+    others = {name for name, text in texts.items() if "read_pixels" in text}
+    assert others == {"images.py", "segmentation.py"}
 
 
 def picture(seed=0):
     return numpy.random.default_rng(seed).integers(256, size=(12, 8, 3), dtype="uint8")
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("read", [of_photos, of_rows, of_segmentation, of_shards])
 def test_a_photo_is_turned_as_its_camera_says_and_what_is_transparent_is_white(read, tmp_path):
     """The pixels of b are saved as a sensor has them, a quarter turn to the left. The range of
     values is that of a model."""
@@ -152,8 +139,6 @@ def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
     data = segmentation.Masks(paths, 4, v2.Identity())
     assert data[0][1].unique().tolist() == [0, 1, 3, 255]
     assert data[2][1].unique().tolist() == [0, 255], "an image without an object"
-    with pytest.raises(OSError, match=r"1\.jpg: its mask has class 4: set --classes 5"):
-        data[1]
     coloured = Image.open(tmp_path / "0.png")
     coloured.putpalette([0, 0, 0, 9, 0, 0])
     data.palette = [0, 0, 0, 0, 0, 0]
@@ -161,6 +146,7 @@ def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
         (Image.new("L", (9, 12)), r"its mask has \(9, 12\) pixels, not \(8, 12\)"),
         (Image.new("RGB", (8, 12)), "its mask has pixels of type RGB"),
         (coloured, "its mask has other colours than the first"),
+        (Image.open(tmp_path / "1.png"), "its mask has class 4: set --classes 5"),
     ):
         mask.save(tmp_path / "0.png")
         with pytest.raises(OSError, match=rf"0\.jpg: {said}"):

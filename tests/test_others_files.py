@@ -1,7 +1,7 @@
 """Files that others can hand in, and files of the owner's: SECURITY.md."""
 
-import ast
 import os
+import re
 import shutil
 
 import pytest
@@ -101,15 +101,7 @@ def test_what_another_user_has_compiled_is_not_run(tmp_path):
 
 
 def test_no_file_is_unpickled_without_its_types():
-    paths = [x for name in ("recipes", "examples", "tools") for x in (ROOT / name).rglob("*.py")]
-    calls = 0
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            # torch.load(...), or partial(torch.load, ...)
-            if isinstance(node, ast.Call) and "torch.load" in [
-                ast.unparse(x) for x in (node.func, *node.args[:1])
-            ]:
-                flags = {x.arg: ast.unparse(x.value) for x in node.keywords}
-                assert flags.get("weights_only") == "True", f"{path}, line {node.lineno}"
-                calls += 1
-    assert calls > 10
+    for folder in ("recipes", "examples", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            calls = re.findall(r"torch\.load[(,]|pickle\.loads?\(", path.read_text())
+            assert len(calls) == path.read_text().count("weights_only=True"), path
