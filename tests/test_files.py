@@ -54,6 +54,7 @@ def write_sounds(folder):
     samples = numpy.zeros((160, 1))
     write_wav(folder / "good.wav", samples)
     write_wav(folder / "rate.wav", samples, rate=8000)
+    write_wav(folder / "width.wav", samples, width=4)
     write_wav(folder / "none.wav", samples[:0])
     content = (folder / "good.wav").read_bytes()
     for name, part in {"cut": content[:200], "begun": content[:30], "text": b"text"}.items():
@@ -102,6 +103,7 @@ LISTS = "images", "categories"
 NO_IDS = None, "1", -1, 1.7, []
 BAD = {
     "json": [
+        (of_coco({}, images=[]), "no image has the id 1"),
         (of_coco(images=[]), "has no images"),
         (of_coco(categories=[{"id": 9}, {"id": 1}]), "category 9: choose --classes 10 or more"),
         *[(of_coco(**{name: [{"id": x}]}), "COCO's format: ") for name in LISTS for x in NO_IDS],
@@ -151,6 +153,7 @@ BAD = {
         ("good.wav\té".encode("cp1252"), "codec can't decode byte 0xe9"),
         (b"good.wav\ta!b?", "argument --characters"),
         (b"rate.wav\tab", "rate.wav is not a wav file of 16 bits and 16000 Hz: int16, 8000 Hz"),
+        (b"width.wav\tab", "width.wav is not a wav file of 16 bits and 16000 Hz: int32, 16000 Hz"),
         (b"none.wav\tab", "16000 Hz: int16, 16000 Hz, 0 samples: ffmpeg -i"),
         (b"cut.wav\tab", "16000 Hz: mmap length is greater than file size"),
         (b"begun.wav\tab", "16000 Hz: unpack requires a buffer"),
