@@ -177,6 +177,8 @@ BAD = {
         ({"json": b'[{"x": "a", "y": 1}, 2]'}, "row 2: ValueError('2 is no object')"),
         ({"csv": b"x,y\n,1\n"}, "row 1: ValueError(\"'' is not a text, or an empty one\")"),
         ({"csv": b"x,y\n"}, "has no rows"),
+        ({"csv": b"x,y\na\n"}, "row 1: ValueError('1 fields, but 2 columns: quote"),
+        ({"csv": b'x,y\na,1\n"b" c,1\n'}, "row 2: Error('\\',\\' expected after"),
         ({"csv": b"x,y,x\na,1,b\n"}, "row 1: ValueError('two columns have one name: x, y, x')"),
         ({"csv.gz": gzip.compress(b"a" * (2**26 + 1))}, "a line has more than 67108864 bytes"),
     ],
