@@ -9,7 +9,7 @@ ARGS ?=
 MATPLOTLIB = $(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install --constraint constraints.txt --editable '.[results]'
 # The tests of a file share runs. Many of them wait: four files at a time keep two cores busy. By
 # default the file with the fewest tests comes last, which is the one that waits longest.
-WORKERS := --numprocesses 4 --dist loadgroup --no-loadscope-reorder
+WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Words that make itself would ignore: copy=x.py, or a file's name without COPY=.
 KNOWN := COPY ARGS RECIPE WITH SPLIT RUNS WORKERS PYTHON BIN RUN READY OLDEST

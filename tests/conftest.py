@@ -15,6 +15,7 @@ import pytest
 import torch
 from processes import ROOT, fork_server, forked
 from torch.utils import _pytree as pytree
+from xdist.scheduler import LoadFileScheduling
 
 import ddp_cifar
 
@@ -129,19 +130,28 @@ def pytest_configure(config):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-LONGEST = ["slurm", "check", "recipes", "hangs", "new", "sharded", "interruption", "adapting"]
+LONGEST = "slurm check recipes hangs new sharded interruption adapting bench".split()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """The files that take longest begin first: at the end no worker waits for another one. A worker
-    takes the tests of a file, which share runs. Those of test_adapting.py share none: it takes
-    those of one recipe."""
+    """The files that take longest begin first: at the end no worker waits for another one."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
-    for item in items:
-        recipe = item.name.split("-")[1:2] if item.path.stem == "test_adapting" else []
-        item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *recipe])))
+
+
+class ByFile(LoadFileScheduling):
+    """A worker takes the tests of a file, which share runs, but those of test_adapting.py take
+    longest by far and share none: it takes those of one recipe."""
+
+    def _split_scope(self, nodeid):
+        path, _, name = nodeid.partition("::")
+        recipe = name.split("-")[1:2] if path.endswith("test_adapting.py") else []
+        return "::".join([path, *recipe])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 def pytest_collection_finish():

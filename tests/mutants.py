@@ -192,7 +192,7 @@ def run(chosen, found, known, limit):
         for path in (clone / "pyproject.toml", *clone.glob("constraints*.txt")):
             os.utime(path, (0, 0))  # or make would install the clone
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
-        sys.path[0] = str(clone / "tests")
+        sys.path[:1] = [str(clone / "tests"), str(clone / "recipes")]
         server = importlib.import_module("conftest").fork_server()
         for key in chosen:
             path, mutated, function = found[key]

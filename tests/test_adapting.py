@@ -47,7 +47,6 @@ BY_LENGTH = {"by_length", "sft", "preferences", "speech", "fine_tune_speech"}
 OF_TEXT = {"by_length", "language_model", "mixture"}  # of a file as a whole
 MADE_ONCE = {"fine_tune", "masked_lm", "preferences", "sft", "token_classification", "vision_chat"}
 OF_IMAGES = "toy/photos", "toy/rare", "toy/captions"  # which are folders
-NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
@@ -217,9 +216,8 @@ def rows_in(path):
 
 
 @cache
-def as_dataset(flag, saved):
-    """Write the rows of a flag by the `datasets` library: saved to the disk, or as a folder of
-    Parquet files. Return their source."""
+def as_parquet(flag):
+    """Write the rows of a flag by the `datasets` library. Return their source."""
     made = datasets.Dataset.from_list(rows_in(Path(flag)))
     image, audio = datasets.Image(), datasets.Audio()
     kinds = {"image": image, "audio": audio, "images": datasets.List(image)}
@@ -227,9 +225,6 @@ def as_dataset(flag, saved):
         made = made.cast_column(name, kinds[name])
     if "label" in made.column_names:
         made = made.class_encode_column("label")
-    if saved:
-        made.save_to_disk(f"{flag}.saved")
-        return f"{flag}.saved"
     Path(f"{flag}.files").mkdir()
     made.to_parquet(f"{flag}.files/train.parquet")
     return f"{flag}.files:train"
@@ -238,12 +233,10 @@ def as_dataset(flag, saved):
 def other_sources(task):
     """Return {flag of its first command: flags in its place}, which name the same rows."""
     flags = flags_of_rows(task)
-    folder = flags[0]
-    *others, last = [f"{folder}/train", f"{folder}/test"] if task in FOLDERS else flags
-    sources = [*(as_dataset(x, saved=True) for x in others), as_dataset(last, saved=False)]
     if task in FOLDERS:
-        return {folder: [sources[0], "--test", sources[1]]}
-    return {flag: [source] for flag, source in zip(flags, sources, strict=True)}
+        sources = [as_parquet(f"{flags[0]}/{part}") for part in ("train", "test")]
+        return {flags[0]: [sources[0], "--test", sources[1]]}
+    return {flag: [as_parquet(flag)] for flag in flags}
 
 
 def bad_sources(flag):
@@ -289,11 +282,3 @@ def test_each_source_gives_a_task_its_samples_and_none_of_the_test_to_training(
             loaders(**{flag: [path]})
         line = str(error.value)
         assert f"{path}, row 2: " in line and "\n" not in line
-
-
-def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():
-    additions = RECIPES.keys() - set(TASKS) - NOT_ON_CPU
-    for name in additions:
-        copies = [*COPIES, *STREAMED]
-        tried = {recipe for task, recipe, *x in copies if name in added(task, recipe, x)}
-        assert tried == {*RECIPES[name]}, name

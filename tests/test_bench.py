@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import make_results
 import psutil
 import pytest
-from conftest import NARROW, copy, load
-from processes import ROOT, Launched, forked, launch, wait_until
+from conftest import CNN, NARROW, SHORT, copy, load
+from processes import ROOT, Launched, forked, launch, outputs, wait_until
 
 bench = load("benchmarks/bench.py")
 
@@ -89,15 +89,13 @@ def test_a_run_has_one_epoch_and_neither_evaluations_nor_checkpoints(tmp_path):
         runs.append({**run, "script": ROOT / "benchmarks/bench.py"})
     for run, (codes, output) in zip(runs, forked(runs, tmp_path, together=2), strict=True):
         assert set(codes) == {0}, output
-        directory = tmp_path / run["flags"][1]
-        lines = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
-        train = [line for line in lines if line["event"] == "train"]
-        assert [line["step"] for line in train] == [2, 4] and {x["epoch"] for x in lines} == {1}
-        summary = json.loads((directory / "summary.json").read_text())
-        assert "test_accuracy" not in summary and not list(directory.glob("step-*"))
+        result = outputs(tmp_path / run["flags"][1])
+        train, summary = result.train, result.summary
+        assert [(line["step"], line["epoch"]) for line in train] == [(2, 1), (4, 1)]
+        assert "test_accuracy" not in summary and not list(result.directory.glob("step-*"))
         # Over the same images again and again.
         assert summary.get("steps_per_epoch", 10**7) > 10**6
-        sample = bench.sample_of_recipe(directory, train[0]["time"] - 5)
+        sample = bench.sample_of_recipe(result.directory, train[0]["time"] - 5)
         assert sample["measured_samples"] == 2 * 16 * run["processes"]
         assert sample["start_seconds"] == 5
         assert sample["samples_per_second"] == pytest.approx(train[1]["samples_per_second"])
@@ -256,3 +254,52 @@ def test_the_pages_show_the_results():
     tables["others"] = load("benchmarks/others.py").table(others)
     for name, table in tables.items():
         assert (make_results.RESULTS / f"{name}.md").read_text() == table
+
+
+FLAGS = [*CNN, "--batch-size", "8", "--epochs", "2", "--checkpoint-every", "4", "--threads", "1"]
+FORGETFUL = (
+    "            if is_wanted:\n",
+    '            if is_wanted and name != "optimizer":\n',
+)
+LEAVES_A_PROCESS = """
+import subprocess
+
+plain_step = train_step
+
+
+def train_step(run, *arguments):
+    if run.resumed_from and run.step == run.resumed_from + 1:
+        subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return plain_step(run, *arguments)
+"""
+KILL = "SIGKILL of a rank"
+REMOVED = "directory removed"
+# name: (recipe, kinds, faults, processes, replacements, project, the error)
+COPIES = {
+    "good": ("ddp", [KILL, "SIGTERM of the launcher", "cut checkpoint"], 3, 2, [], "", ""),
+    "removed": ("sharded", [REMOVED], 1, 1, [], "", ""),
+    "forgetful": ("ddp", [KILL], 1, 1, [FORGETFUL], "", "other evaluations"),
+    "littering": ("ddp", [KILL], 1, 1, [], LEAVES_A_PROCESS, "1 processes are left after 20 s"),
+}
+
+
+# In `make test`, the quickest is enough.
+REDUNDANT = [pytest.param(x, marks=pytest.mark.redundant) for x in COPIES if x != "removed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["removed", *REDUNDANT])
+def test_faults_change_nothing_in_a_recipe_and_a_broken_copy_is_found(name, tmp_path):
+    """The seed is one whose faults come after a checkpoint."""
+    recipe, kinds, faults, processes, replacements, project, error = COPIES[name]
+    path = tmp_path / f"{name}.py"
+    script = copy(f"{recipe}_cifar", path, *SHORT, *replacements, project=project)
+    command = [sys.executable, ROOT / "benchmarks/faults.py", script, "--faults", faults]
+    command += ["--processes", processes, "--limit", 20, "--seed", 32, "--kinds", *kinds]
+    command += ["--output-dir", tmp_path / "faults", "--", *FLAGS]
+    done = launch(command, check=False)
+    assert done.returncode == bool(error), done.stdout + done.stderr
+    rows = json.loads((tmp_path / f"faults/{name}.json").read_text())["faults"]
+    assert [row["kind"] in kinds for row in rows[:faults]] == [True] * faults
+    found = [row["error"] for row in rows if row["error"]]
+    assert len(found) == bool(error) and all(x.startswith(error) for x in found), found

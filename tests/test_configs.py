@@ -1,4 +1,4 @@
-"""The config files, and --global-batch-size: the same training on any number of processes."""
+"""The config files, and --global-batch-size: how a step is divided into microbatches."""
 
 import itertools
 from types import SimpleNamespace
@@ -7,18 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import (
-    CNN,
-    CONFIGS,
-    IN_FLOAT64,
-    ROUNDING,
-    SHORT,
-    Exit,
-    assert_same_training,
-    copy,
-    load,
-)
-from processes import train_forked
+from conftest import CONFIGS, Exit, load
 
 recipe = load("recipes/ddp_cifar.py", exits=True)
 NODES = CONFIGS[4].with_name("nodes.yaml")
@@ -36,25 +25,6 @@ def test_accelerate_loads_each_config_and_they_differ_only_in_what_must_differ(p
     assert loaded["main_process_port"] == 0, "two jobs on one machine would collide"
     assert path == CONFIGS[changes.pop("num_processes", 4)]
     assert changes == ({"distributed_type": "NO"} if path == CONFIGS[1] else {})
-
-
-STEPS = 8  # of two epochs
-LAYOUTS = [(1, 64, 1), (2, 9, 4)]  # processes, --batch-size, microbatches that follow
-
-
-@pytest.mark.slow
-def test_any_number_of_processes_and_any_accumulation_train_the_same(tmp_path):
-    script = copy("ddp_cifar", tmp_path / "ddp.py", *SHORT, project=IN_FLOAT64)
-    flags = [*CNN, "--global-batch-size", 64, "--max-steps", STEPS, "--lr", 0.4, "--batch-size"]
-    runs = [(processes, script, [*flags, batch]) for processes, batch, _ in LAYOUTS]
-    results = train_forked(tmp_path, *runs)
-    for (processes, _, accumulation), result in zip(LAYOUTS, results, strict=True):
-        summary = result.summary
-        assert (summary["world_size"], summary["accumulation"]) == (processes, accumulation)
-        assert summary["batch_size"] * accumulation * processes == 64
-        assert_same_training(result, results[0], ROUNDING)
-    losses = [line["loss"] for line in results[0].train]
-    assert len(losses) == STEPS and losses[0] - losses[-1] > 0.01, "or it would prove nothing"
 
 
 def divided(global_batch, batch, replicas, multiple=1):

@@ -96,6 +96,7 @@ def test_the_rank_is_named_and_the_run_ends_where_one(stalled, name):
 def test_the_others_end_if_the_store_never_answers(stalled):
     (codes, output), _ = stalled["is stopped and has the store"]
     assert codes == [-9, 1] and f"Timeout (0:00:{TIMEOUT:02})!\n" in output, output
+    assert f"mine: no step for {TIMEOUT} s, rank 1 on {HOST} is at\n  File" in output, output
 
 
 def test_what_is_slow_but_moves_is_no_stall_and_no_training_time(stalled):

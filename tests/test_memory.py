@@ -7,6 +7,8 @@ import pytest
 from conftest import SYNTHETIC_DATA, copy, load, project
 from processes import ROOT, train_forked
 
+import ddp_cifar
+
 MODEL = project("memory_models")
 IMAGES = SYNTHETIC_DATA, "synthetic_images(768, seed=1), synthetic_images(64, seed=2)"
 CASES = {
@@ -14,6 +16,12 @@ CASES = {
     "sharded": ["--global-batch-size", "256"],  # gradients stay whole until the last microbatch
     "pipeline": ["--batch-size", "128", "--schedule", "1f1b"],
 }
+
+
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch):
+    """memory.py imports recipes anew, and examples of other tests import ddp_cifar by its name."""
+    monkeypatch.setitem(sys.modules, "ddp_cifar", ddp_cifar)
 
 
 def test_the_prediction_is_what_each_of_two_processes_holds(tmp_path):

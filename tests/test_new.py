@@ -108,9 +108,11 @@ def test_the_next_commands_train_in_two_ways_and_check_at_any_path(make, tmp_pat
 
 
 NEW = "\n\ndef add_flags("  # where an owner's own definitions are
+FLAGS = "    args = parse_args(__doc__, add_technique_flags, add_flags)\n"
 # Examples, a line of the copy and its replacement, what is said.
 NOT_FITTING = [
     (["ema"], ("values, grad_norm =", "values, norm ="), "ema.diff does not fit"),
+    (["ema"], (FLAGS, 2 * FLAGS), "ema.diff does not fit"),
     (["ema"], (NEW, f"\n\nRANK = 1\n{NEW}"), "RANK (line "),
     (["ema"], ('"""Train ', 'text = """Train '), "has no docstring"),
     (["ema"], ("import argparse", "import argparse,"), "own.py, line "),
@@ -295,15 +297,12 @@ def test_a_full_disk_and_a_link_to_a_copy(make, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_imports_are_sorted_whatever_the_version_of_python():
+def test_imports_are_sorted_whatever_the_version_of_python_by_ruff(monkeypatch):
     text = "import os\n\ntype Name = str\n"  # of 3.12
     assert new.sorted_imports(text) == text
-
-
-def test_without_ruff_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "false")
+    monkeypatch.setattr(sys, "executable", "false")  # which has no ruff
     with pytest.raises(ValueError, match="pip install ruff"):
-        new.sorted_imports("import os\n")
+        new.sorted_imports(text)
 
 
 def test_make_new_alone_and_an_unknown_name_list_the_examples():
@@ -312,11 +311,6 @@ def test_make_new_alone_and_an_unknown_name_list_the_examples():
     unknown = run(["make", "-s", "new", "COPY=/tmp/none.py", "WITH=photo"], check=False)
     assert unknown.returncode == 2 and "nothing was written: there is no " in unknown.stderr
     assert listed.strip() in unknown.stderr
-
-
-def test_a_hunk_that_fits_twice_is_an_error():
-    with pytest.raises(ValueError, match="does not fit f"):
-        new.apply("def f():\n    a\n    b\n    a\n", "@@ f\n     a\n+    c\n", "mine")
 
 
 def test_toy_data_names_the_package_that_is_missing(monkeypatch, tmp_path):

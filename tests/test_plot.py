@@ -1,18 +1,13 @@
 """plot.py: a panel for each metric of any run, from complete lines."""
 
-import importlib.util
 import math
 
 import plot
 import pytest
 
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None,
-    reason="needs matplotlib: pip install '.[results]'",
-)
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[results]'")
 
 
-@needs_matplotlib
 def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
     line = '{{"event": "{}", "epoch": 1, "step": {}, "time": 1, "{}": {}}}\n'.format
     lines = [line("train", 1, "loss", 2.5), line("train", 2, "loss", "null")]
@@ -43,7 +38,6 @@ def test_runs_of_two_tasks_one_unfinished(tmp_path, monkeypatch):
         plot.read("c")
 
 
-@needs_matplotlib
 def test_the_picture_of_a_check_shows_the_loss_its_differences_and_the_kill():
     found = [(1, 3.0, 0.0), (2, 2.0, 0.0), (3, 1.0, 1e-6)]
     loss = {"event": "train", "metric": "loss"}

@@ -192,18 +192,17 @@ def test_a_plain_script_and_the_copy_that_it_becomes_have_the_same_losses(
 def test_a_rate_by_the_evaluations_is_resumed_exactly(tmp_path):
     """As the page has it. The run ends in an evaluation, after one that has changed the rate."""
     plateau, rule = re.findall(r"^```python\n(.*?)^```$", ADAPTING, re.M | re.S)
-    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)"
     text = project("resume") + f"\n{plateau}\n\ndef make_optimizer(model, args, total_steps):\n"
-    text += f"    {optimizer}\n    return optimizer, Plateau(optimizer)\n"
+    text += "    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)\n"
+    text += "    return optimizer, Plateau(optimizer)\n"
     evaluation = '            run.metrics.write("evaluation", evaluate(run, model, test_loader))\n'
-    script = copy(
-        "ddp_cifar", tmp_path / "mine.py", *SHORT, (evaluation, evaluation + rule), project=text
-    )
+    lines = *SHORT, (evaluation, evaluation + rule)
+    script = copy("ddp_cifar", tmp_path / "mine.py", *lines, project=text)
     flags = [*CNN, "--batch-size", 32, "--lr", 3, "--max-steps", 12, "--evaluate-every", 3]
     flags += ["--log-every", 1, "--checkpoint-every", 2, "--output-dir"]
     one = {"processes": 2, "script": script, "directory": tmp_path}
-    runs = [{**one, "flags": [*flags, "whole"]}, {**one, "flags": [*flags, "broken"]}]
-    runs.insert(1, {**runs[1], "env": {"ENDS": "9"}})
+    broken = {**one, "flags": [*flags, "broken"]}
+    runs = [{**one, "flags": [*flags, "whole"]}, {**broken, "env": {"ENDS": "9"}}, broken]
     codes = [{*codes} for codes, _ in forked(runs, tmp_path)]
     assert codes == [{0}, {7}, {0}]
     whole, broken = (outputs(tmp_path / x) for x in ("whole", "broken"))

@@ -64,7 +64,6 @@ ENVIRONMENT["OMP_NUM_THREADS"] = "1"  # torchrun's default: processes then divid
 MEASURED = {"event", "epoch", "step", "time", "seconds", "save_seconds", "samples_per_second"}
 MEASURED |= {"data_wait", "slowest_rank", "peak_memory_gib"}
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
-FROM_THE_START = "differs at step 1"
 BY_RANK = "Equal numbers of processes train the same, others do not: data, dropout or the loss "
 BY_RANK += "depend on RANK or WORLD_SIZE, the loss depends on the microbatches of all ranks, or "
 BY_RANK += "the forward pass updates a state, such as a codebook"
@@ -405,7 +404,7 @@ def main():
     problems = [f"{x['name']}: {x['verdict']}: {x['reason']}" for x in runs if x["reason"]]
     causes = [CAUSES] if problems and runs[1:] else []
     last = runs[-1]
-    if last["verdict"] == "bit for bit" and any(x["verdict"] == FROM_THE_START for x in runs):
+    if last["verdict"] == "bit for bit" and any(x["verdict"] == "differs at step 1" for x in runs):
         causes.insert(0, BY_RANK)
     if len(problems) == 1 and last["tasks"][1:] and last["verdict"].startswith("differs"):
         causes.insert(0, AFTER_A_KILL)

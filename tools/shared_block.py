@@ -29,8 +29,6 @@ METADATA = re.compile(r"^# /// script\n((?:#(?: .*)?\n)+?)# ///\n", re.MULTILINE
 OTHER_NAMES = {"PIL": "torchvision", "sklearn": "scikit_learn"}
 LISTED = re.compile(r'^dependencies = \[(?:[^]"#]|"[^"]*")*\]', re.MULTILINE)
 IMPORTS = (ast.Import, ast.ImportFrom)
-OLDER = "it is of the earlier structure, with functions of yours below the shared block: "
-OLDER += "make a copy by `make new` with the same examples, and put your functions into it"
 
 
 def parts(path):
@@ -56,6 +54,7 @@ def ending(block):
     return block[block.index(END) :]
 
 
+@lru_cache  # for new.py, whose tests make copies by the hundred
 def infrastructure():
     """Return the shared block as a file of its own."""
     own, banner, block = parts(REFERENCE)
@@ -86,10 +85,7 @@ def divided(text, path):
         kind = "a copy of ddp, amp, pipeline or sharded with its line '# ====='"
         raise ValueError(f"{path} has no shared block to update: it is not {kind}")
     ast.parse(text, path)  # an error names the file and the line
-    before, block = text[: banner.start()], text[banner.end() :]
-    if "\n# =====" in block:
-        raise ValueError(f"{path}: {OLDER}")
-    return before, banner[0], block
+    return text[: banner.start()], banner[0], text[banner.end() :]
 
 
 def checksum(text):
@@ -132,6 +128,13 @@ def imported(node):
         else:
             found[alias.asname or first] = alias.name if alias.asname else first
     return found
+
+
+@lru_cache(200)
+def modules(text):
+    """Return the modules of which it imports something anywhere, without their submodules."""
+    found = [imported(x) for x in ast.walk(parsed(text)) if isinstance(x, IMPORTS)]
+    return {name.partition(".")[0] for names in found for name in names.values()}
 
 
 def check_names(path, own, block):
@@ -201,9 +204,7 @@ def with_metadata(own):
     found = METADATA.search(own)
     content = re.sub("^# ?", "", found[1], flags=re.MULTILINE)
     listed = tomllib.loads(content).get("dependencies", [])
-    nodes = [*ast.walk(parsed(own)), *ast.walk(parsed(infrastructure()))]
-    used = [name for x in nodes if isinstance(x, IMPORTS) for name in imported(x).values()]
-    used = {name.partition(".")[0] for name in used}
+    used = modules(own) | modules(infrastructure())
     # PIL comes with torchvision, with which transformers reads images.
     used |= {other for name, other in OTHER_NAMES.items() if name in used}
     used -= {*map(module_of, listed)}

@@ -64,12 +64,6 @@ def updated(path, banner, newest):
     return with_metadata("\n".join(lines)) + banner + newest, added
 
 
-def infrastructure_of(path):
-    """Return the file with the shared infrastructure of the scripts beside it, or None."""
-    is_one = path.name == INFRASTRUCTURE or is_split(path.read_text("utf-8"))
-    return path.with_name(INFRASTRUCTURE) if is_one else None
-
-
 def updated_infrastructure(path, newest):
     """Return the newest shared infrastructure in place of that at `path`."""
     _, banner, old = divided(path.read_text("utf-8"), path)
@@ -90,7 +84,8 @@ def main(paths):
     banner = f"# {' ' + title:=>98}\n"
     results = {}
     for path in paths:
-        if beside := infrastructure_of(path):
+        if path.name == INFRASTRUCTURE or is_split(path.read_text("utf-8")):
+            beside = path.with_name(INFRASTRUCTURE)
             results[beside] = updated_infrastructure(beside, newest), []
             if path != beside:
                 results[path] = with_metadata(path.read_text("utf-8")), []

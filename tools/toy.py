@@ -235,14 +235,10 @@ def shards(folder):
                     label = random.randrange(2)
                     image = io.BytesIO()
                     stripes(("rows", "columns")[label]).save(image, "png")
-                    add_file(tar, f"{index:03}.png", image.getvalue())
-                    add_file(tar, f"{index:03}.cls", str(label).encode())
-
-
-def add_file(tar, name, content):
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    tar.addfile(info, io.BytesIO(content))
+                    for kind, content in ("png", image.getvalue()), ("cls", str(label).encode()):
+                        info = tarfile.TarInfo(f"{index:03}.{kind}")
+                        info.size = len(content)
+                        tar.addfile(info, io.BytesIO(content))
 
 
 def boxes(folder):

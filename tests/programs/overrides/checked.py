@@ -3,7 +3,6 @@
 import os
 import time
 
-import accelerate
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_cifar import compute_loss, make_optimizer, synthetic_images
 
 plain_loss, plain_optimizer = compute_loss, make_optimizer
+steps, samples = [], {}
 
 
 def small_model(args):  # starting processes is the most of what a check of it takes
@@ -42,32 +42,19 @@ def plain_model(args):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
 
 
-def sum_of_losses(model, batch, args):
-    values = plain_loss(model, batch, args)
-    return {**values, "loss": values["loss"].sum().expand(len(values["loss"])) / 8}
-
-
 def loss_with_a_slow_first_step(model, batch, args):
-    if not average:
+    if not steps:
         time.sleep(3)
-        average["first"] = False
+        steps.append(0)
     return plain_loss(model, batch, args)
 
 
-class Recurrent(nn.Module):
-    """It is chaotic."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.input, self.hidden = nn.Linear(96, 64), nn.Linear(64, 64)
-        self.output = nn.Linear(64, 10)
-        nn.init.normal_(self.hidden.weight, std=1.5 / 8)
-
-    def forward(self, images):
-        state = torch.zeros(len(images), 64)
-        for row in images.unbind(2):
-            state = torch.tanh(self.hidden(state) + self.input(row.flatten(1)))
-        return self.output(state)
+def chaotic_model(args):
+    layers = [nn.Linear(64, 64) for _ in range(8)]
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=1.5 / 8)
+    layers = [x for layer in layers for x in (layer, nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), *layers, nn.Linear(64, 10))
 
 
 def optimizer_with_a_fixed_rate(model, args, total_steps):
@@ -75,42 +62,22 @@ def optimizer_with_a_fixed_rate(model, args, total_steps):
     return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
 
-class Noisy(torch.utils.data.TensorDataset):
-    generator = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + 0.1 * torch.randn(image.shape, generator=self.generator), label
-
-
-def loaders(kind, args):
-    images, labels = synthetic_images(256, seed=1)
-    dataset = kind(images.permute(0, 3, 1, 2) / 255, labels)
-    train_loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
-    test_set = torch.utils.data.Subset(dataset, range(64))
-    return train_loader, DataLoader(test_set, args.batch_size)
-
-
-def data_with_their_own_generator(args, accelerator):
-    return loaders(Noisy, args)
-
-
 class Cached(torch.utils.data.TensorDataset):
     """It keeps each sample as it was at the first look."""
 
-    def __init__(self, *tensors):
-        super().__init__(*tensors)
-        self.samples = {}
-
     def __getitem__(self, index):
-        if index not in self.samples:
+        if index not in samples:
             image, label = super().__getitem__(index)
-            self.samples[index] = image + torch.rand(()), label
-        return self.samples[index]
+            samples[index] = image + torch.rand(()), label
+        return samples[index]
 
 
 def data_cached_in_memory(args, accelerator):
-    return loaders(Cached, args)
+    images, labels = synthetic_images(256, seed=1)
+    dataset = Cached(images.permute(0, 3, 1, 2) / 255, labels)
+    train_loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
+    test_set = torch.utils.data.Subset(dataset, range(64))
+    return train_loader, DataLoader(test_set, args.batch_size)
 
 
 def loss_of_noise(seed, model, batch, args):
@@ -121,29 +88,12 @@ def loss_of_noise(seed, model, batch, args):
     return random_loss(model, (images, labels), args)
 
 
-def loss_by_rank(*arguments):
-    return loss_of_noise(accelerate.PartialState().process_index, *arguments)
-
-
-def loss_by_clock(*arguments):
-    return loss_of_noise(time.time_ns(), *arguments)
-
-
-average = {}
-
-
-def follow(optimizer, *_):
-    for parameter in (x for group in optimizer.param_groups for x in group["params"]):
-        average.setdefault(parameter, parameter.detach().clone()).lerp_(parameter, 0.1)
-
-
-def loss_with_an_average(model, batch, args):
+def loss_by_step(model, batch, args):
     values = random_loss(model, batch, args)
-    pull = sum((x - average[x]).pow(2).sum() for x in model.parameters() if x in average)
-    return {**values, "loss": values["loss"] + 0.1 * pull}
+    return {**values, "loss": values["loss"] * (1 + len(steps))}
 
 
-def optimizer_with_an_average(model, args, total_steps):
+def optimizer_that_counts(model, args, total_steps):
     optimizer, scheduler = plain_optimizer(model, args, total_steps)
-    optimizer.register_step_post_hook(follow)
+    optimizer.register_step_post_hook(lambda *_: steps.append(0))
     return optimizer, scheduler
