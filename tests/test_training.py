@@ -317,3 +317,6 @@ def test_a_resumed_training_continues_its_run_in_weights_and_biases(tmp_path, mo
     (tmp_path / "step-00000001.pt").touch()
     assert told() == second and os.environ["WANDB_RESUME"] == "allow"
     assert told("mine") == "mine"
+    for content in (b"a\0b", b"\xff\xfe", b""):  # no id: it gets another one
+        (tmp_path / "run.id").write_bytes(content)
+        assert len(bytes.fromhex(told())) == 8
