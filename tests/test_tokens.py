@@ -22,7 +22,7 @@ def trained(tmp_path_factory):
     loss scale and an overflow in the third step."""
     directory = tmp_path_factory.mktemp("tokens")
     ddp = copy("ddp_cifar", directory / "ddp.py", project=project("tokens"))
-    text = project("tokens", disturb="overflow", **SCALER)
+    text = project("tokens", compute_loss="overflow", **SCALER)
     amp = copy("amp_cifar", directory / "amp.py", project=text)
     flags = [*FLAGS, "--batch-size", 1, "--clip-norm", 0.1]
     return train_forked(directory, (2, ddp, flags), (2, amp, SCALED))

@@ -40,14 +40,9 @@ def build_model(args):
 
 def compute_loss(model, batch, args):
     logits = model(batch[:, :-1]).transpose(1, 2)
-    disturb(model, logits)
     counted = (batch[:, 1:] != 0).sum(1)
     losses = F.cross_entropy(logits, batch[:, 1:], ignore_index=0, reduction="none").sum(1)
     return {"loss": losses / counted.clamp(min=1), "weight": counted}
-
-
-def disturb(model, logits):
-    pass
 
 
 def make_optimizer(model, args, total_steps):
@@ -56,6 +51,7 @@ def make_optimizer(model, args, total_steps):
 
 
 plain_description, accelerator_without_scaler = Run.describe, make_accelerator
+plain_loss = compute_loss
 
 
 def describe_as_fp16(run, optimizer):
@@ -73,8 +69,10 @@ def accelerator_with_scaler(*arguments):
 calls = []
 
 
-def overflow(model, logits):
+def overflow(model, batch, args):
     calls.append(model.training)
+    values = plain_loss(model, batch, args)
     # The first microbatch of the third step of process 1 alone.
     if sum(calls) == 5 and model.training and os.environ["RANK"] == "1":
-        logits.register_hook(lambda gradient: gradient * math.inf)
+        values["loss"].register_hook(lambda gradient: gradient * math.inf)
+    return values
