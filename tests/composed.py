@@ -10,10 +10,11 @@ from importlib import metadata
 
 import new
 import numpy
+import pytest
 import torch
-from conftest import FEW_IMAGES
+from conftest import FEW_IMAGES, ROUNDING_FLOAT32
 from PIL import Image
-from processes import ROOT, forked, train_forked
+from processes import ROOT, train_forked
 
 RESNET = "torchvision.models.resnet18(num_classes="
 OURS = "(lambda classes: nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.BatchNorm2d(8), nn.ReLU(), "
@@ -47,6 +48,7 @@ IMPORTS = [
     *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
 ]
 train = partial(train_forked, imports=IMPORTS)
+close = partial(pytest.approx, rel=ROUNDING_FLOAT32, abs=ROUNDING_FLOAT32)
 
 
 def make(path, recipe, *examples, replaced=()):
@@ -87,19 +89,6 @@ def assert_lists_its_packages(script, imported=""):
     packages = {distributions()[x][0].lower().replace("_", "-") for x in modules}
     names = {re.match(r"[\w-]+", x)[0] for x in listed}
     assert names <= packages <= names.union(*map(brought, names))
-
-
-def assert_one_line(cases, directory, statuses=(2,), imports=()):
-    """Each run of a copy ends with one of these statuses and one line about an error, the last one,
-    which has a text. Cases are {text: [script, *flags]}."""
-    runs = []
-    for index, (script, *flags) in enumerate(cases.values()):
-        flags = ["--cpu", *flags, "--output-dir", f"run{index}"]
-        run = {"processes": 1, "script": script, "flags": flags}
-        runs.append({**run, "directory": directory})
-    for text, (codes, output) in zip(cases, forked(runs, directory, 2, imports), strict=True):
-        assert codes[0] in statuses and text in output.splitlines()[-1], output
-        assert output.count("error: ") == 1 and "Traceback" not in output, output
 
 
 def loss_of_step(microbatches):

@@ -65,6 +65,7 @@ def load(path, exits=False):
 
 
 def exit_by_exception(message):
+    assert "\n" not in str(message)
     raise Exit(message)
 
 

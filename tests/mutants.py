@@ -33,30 +33,26 @@ ROOT = Path(__file__).parent.parent
 RESULTS, ACCEPTED = ROOT / "runs/mutants.jsonl", ROOT / "tests/mutants.txt"
 FILES = [f"recipes/{name}_cifar.py" for name in ("ddp", "amp", "pipeline", "sharded")]
 FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync")]
-SMOKE = {"recipes": "resume::test_stopped_and_resumed and 2-1", "tools": "sync"}
+SMOKE = {"recipes": "checkpoints::test_stopped_and_resumed", "tools": "sync"}
 # The test files that reach a function of this name, class or file, the quickest first. Others have
 # those of `recipes`. Then come the REST.
 REST = {"recipes": "configs data launch ranks recipes hangs readme", "tools": ""}
 TESTS = {
-    "recipes": "errors own_mistakes training checkpoints resume interruption",
-    "Checkpoints": "checkpoints resume sharded own_mistakes",
-    "save": "checkpoints own_mistakes hangs",
+    "recipes": "errors training checkpoints interruption",
+    "Checkpoints": "checkpoints sharded errors",
     "Watcher": "interruption hangs",
     "exit_if_ranks_differ": "ranks checkpoints",
-    "broadcast_state": "checkpoints resume sharded",
-    "lock_output_directory": "interruption checkpoints tracker_and_weights",
     "choose_device": "launch devices configs",
-    "join_process_group": "launch ranks own_mistakes interruption configs elastic",
-    "make_accelerator": "launch training tracker_and_weights configs",
-    "load_weights": "errors own_mistakes tracker_and_weights",
+    "join_process_group": "launch ranks errors interruption configs elastic",
+    "make_accelerator": "launch training configs",
     "add_technique_flags": "recipes readme amp sharded",
     "parse_args": "errors readme",
     "set_batch_sizes": "configs",
     "ImageTensors": "data training",
-    "SeededSamples": "data training own_mistakes recipes",
+    "SeededSamples": "data training errors recipes",
     "recipes/amp_cifar.py": "amp checkpoints training tokens",
-    "recipes/pipeline_cifar.py": "pipeline own_mistakes resume errors",
-    "recipes/sharded_cifar.py": "sharded checkpoints resume own_mistakes",
+    "recipes/pipeline_cifar.py": "pipeline errors checkpoints",
+    "recipes/sharded_cifar.py": "sharded checkpoints errors",
     "tools/check.py": "check",
     "tools/new.py": "new",
     "tools/shared_block.py": "sync new",

@@ -45,6 +45,7 @@ WINDOWS = {"fine_tune", "language_model", "mixture", "tokens"}  # of tokens, and
 FOLDERS = {"photos", "balanced", "tar_shards", "vit"}  # for training and test
 BY_LENGTH = {"by_length", "sft", "preferences", "speech", "fine_tune_speech"}
 OF_TEXT = {"by_length", "language_model", "mixture"}  # of a file as a whole
+MADE_ONCE = {"fine_tune", "masked_lm", "preferences", "sft", "token_classification", "vision_chat"}
 OF_IMAGES = "toy/photos", "toy/rare", "toy/captions"  # which are folders
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
@@ -265,6 +266,10 @@ def test_each_source_gives_a_task_its_samples_and_none_of_the_test_to_training(
         return args, *mine.load_data(args, accelerate.Accelerator(cpu=True))
 
     args, *both = loaders()
+    assert {*vars(args).get("tokens", ())} == {*(flags_of_rows(task) if task in MADE_ONCE else ())}
+    with monkeypatch.context() as patch:
+        patch.setattr(mine, "make_all", pytest.fail, raising=task in MADE_ONCE)
+        loaders()  # its tokens are in files
     assert_no_test_sample_is_trained_on(task, mine, args, *both)
     if task not in OF_ROWS:
         return

@@ -11,17 +11,16 @@ from processes import train_forked
 recipe = load("recipes/amp_cifar.py", exits=True)
 
 
-def test_a_training_in_bf16_follows_that_in_fp32_and_fp32_is_that_of_ddp(tmp_path):
-    flags = [*CNN, "--max-steps", 5, "--batch-size", 32]
-    ddp, amp = (copy(x, tmp_path / f"{x}.py", *SHORT) for x in ("ddp_cifar", "amp_cifar"))
-    runs = [(2, amp, [*flags, "--precision", x]) for x in ("fp32", "bf16")]
-    fp32, bf16, ddp = train_forked(tmp_path, *runs, (2, ddp, flags))
-    for precision, result in (("fp32", fp32), ("bf16", bf16)):
-        losses, expected = ([line["loss"] for line in run.train] for run in (result, ddp))
-        assert (losses == expected) == (precision == "fp32")
-        assert losses == pytest.approx(expected, abs=0.01)
-        assert result.summary["precision"] == precision
-        assert all(value.dtype == torch.float32 for value in result.weights.values())
+@pytest.mark.parametrize("name", ["amp", "pipeline"])
+def test_a_training_in_bf16_follows_that_in_fp32(name, tmp_path):
+    script = copy(f"{name}_cifar", tmp_path / "mine.py", *SHORT)
+    flags = [*CNN, "--max-steps", 5, "--batch-size", 32, "--precision"]
+    fp32, bf16 = train_forked(tmp_path, *((2, script, [*flags, x]) for x in ("fp32", "bf16")))
+    losses, expected = ([line["loss"] for line in run.train] for run in (bf16, fp32))
+    assert losses == pytest.approx(expected, abs=0.01)
+    assert losses != pytest.approx(expected, abs=1e-5)
+    assert [run.summary["precision"] for run in (fp32, bf16)] == ["fp32", "bf16"]
+    assert {value.dtype for value in bf16.weights.values()} == {torch.float32}
 
 
 @pytest.fixture

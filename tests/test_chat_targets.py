@@ -5,6 +5,8 @@ the template, and transformers tells where that is in a chat."""
 
 import json
 import random
+import re
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +31,7 @@ TRAITS = {
     ],
     "prompt": ["header", "header", "header unless behind an answer", "nothing", "header always"],
     "end": ["<|end|>", "<|end|>\n", "</s>", " </s>\n", "", " ", "\n\n"],
-    "end of whole": ["", "", "", "<s>"],  # behind an answer that is the last message
+    "end_of_whole": ["", "", "", "<s>"],  # behind an answer that is the last message
     "thought": [
         ("<think>\n", "\n</think>\n\n"),
         ("<thinking>", "</thinking>"),
@@ -40,7 +42,7 @@ TRAITS = {
     "reasoning": ["all", "all", "all", "last", "last", "none"],
     "marked": ["nothing"] * 4 + ["answer", "answer without its end"],
     "strip": [False, True],
-    "text beside call": [True, True, False],
+    "beside_call": [True, True, False],
     "tools": ["if any"] * 9 + ["needed"],
     "system": [True] * 9 + [False],
 }
@@ -72,93 +74,83 @@ def draw_chat(rng):
     return messages, rng.choice([None, TOOLS])
 
 
-def template_of(form, is_oracle=False):
-    """Return the chat template of a form. The oracle's marks what is trained."""
-
-    def when(condition, text):
-        return f"{{% if {condition} %}}{text}{{% endif %}}"
-
-    def written(text):
-        return f"{{{{ {json.dumps(text)} }}}}"
-
-    def marked(text):
-        return f"{{% generation %}}{text}{{% endgeneration %}}"
-
-    def own(text, is_own=True):
-        return marked(text) if is_oracle and is_own else text
-
-    marks = form["marked"] if not is_oracle else "nothing"
-    prompts = form["prompt"] != "nothing"
-    opened = prompts and form["opens"] != "nothing"
-    header, other, end_of_other = map(written, form["headers"])
-    role = "x.role" if "|" in other else "x.role | upper"
-    other = other.replace("{}", f'" ~ ({role}) ~ "')
-    strip = " | trim" if form["strip"] else ""
-    opening, closing = map(written, form["thought"])
-    empty = own(opening, not opened) + own(closing, not opened or form["opens"] == "thought")
-    without = {"nothing": "", "end": own(written(form["thought"][1].strip()))}
-    without |= {"empty": empty, "empty if last": when("loop.last", empty)}
-    keep = {"all": "", "last": " and loop.last", "none": " and false"}[form["reasoning"]]
-    thought = own(opening, not opened) + own(f"{{{{ x.reasoning_content }}}}{closing}")
-    answer = f"{{% if x.reasoning_content{keep} %}}{thought}"
-    answer += f"{{% else %}}{without[form['without']]}{{% endif %}}"
-    content = f"{{{{ x.content{strip} }}}}"
-    answer += own(content if form["text beside call"] else when("not x.tool_calls", content))
-    call = written("<tool_call>") + "{{ y.function | tojson }}"
-    answer += own(f"{{% for y in x.tool_calls or [] %}}{call}{{% endfor %}}")
-    end = written(form["end"]) + when("loop.last", written(form["end of whole"]))
-    end = own(end, form["marked"] != "answer without its end")
-    with_end = {"nothing": answer + end, "answer": marked(answer + end)}
-    answer = with_end.get(marks, marked(answer) + end)
-    other += content + end_of_other
-    other = other if form["system"] else when("x.role != 'system'", other)
-    answer = own(header, not prompts and form["marked"] == "nothing") + answer
-    turn = f"{{% if x.role == 'assistant' %}}{answer}{{% else %}}{other}{{% endif %}}"
-    prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[form["opens"]]
-    unanswered = "add_generation_prompt and messages[-1].role != 'assistant'"
-    prompt = {
-        "header": when("add_generation_prompt", header + prompt),
-        "header unless behind an answer": when(unanswered, header + prompt),
-        "nothing": "",
-        "header always": header + when("add_generation_prompt", prompt),
-    }[form["prompt"]]
-    tools = "{% for y in tools %}{{ y.function.name }}{% endfor %}"
-    tools = tools if form["tools"] == "needed" else when("tools", tools)
-    return f"{tools}{{% for x in messages %}}{turn}{{% endfor %}}{prompt}"
+# A form's template: f is the form, ¦ is on both sides of what is trained.
+TEMPLATE = """{% set f = FORM %}
+{% for y in (tools if f.tools == "needed" else tools or []) %}{{ y.function.name }}{% endfor %}
+{% for x in messages %}
+    {% set content = x.content | trim if f.strip else x.content %}
+    {% if x.role == "assistant" %}
+        {{ f.header }}TAG0
+        {% if x.reasoning_content and f.reasoning in ("all", "last" if loop.last) %}
+            {{ f.opening }}¦{{ x.reasoning_content }}{{ f.thought[1] }}¦
+        {% elif loop.last or f.without != "empty if last" %}
+            {{ f.no_reasoning }}
+        {% endif %}
+        ¦{% if f.beside_call or not x.tool_calls %}{{ content }}{% endif %}
+        {% for y in x.tool_calls or [] %}<tool_call>{{ y.function | tojson }}{% endfor %}TAG1
+        {{ f.end }}{% if loop.last %}{{ f.end_of_whole }}{% endif %}TAG2
+    {% elif f.system or x.role != "system" %}
+        {{ f.headers[1].replace("{}", x.role if "|" in f.headers[1] else x.role | upper) }}
+        {{ content }}{{ f.headers[2] }}
+    {% endif %}
+{% endfor %}
+{% if f.prompt == "header always" %}{{ f.headers[0] }}{% endif %}
+{% if add_generation_prompt %}
+    {% if f.prompt != "header unless behind an answer" or messages[-1].role != "assistant" %}
+        {{ f.generated_behind }}
+    {% endif %}
+{% endif %}
+"""
+TAGS = {
+    "nothing": ("", "", "¦"),
+    "answer": ("{% generation %}", "", "¦{% endgeneration %}"),
+    "answer without its end": ("{% generation %}", "¦{% endgeneration %}", ""),
+}
 
 
-class Fault(Exception):
-    """Of a template, with a chat."""
+def template_of(form):
+    """Return the chat template of a form, which writes ¦, too."""
+    header, (opening, closing) = form["headers"][0], form["thought"]
+    has_prompt, opens = form["prompt"] != "nothing", form["opens"]
+    prompt = {"nothing": "", "thought": opening, "empty thought": opening + closing}[opens]
+    begin = opening if has_prompt and prompt else f"¦{opening}¦"
+    end = closing if has_prompt and opens == "empty thought" else f"¦{closing}¦"
+    without = {"nothing": "", "end": f"¦{closing.strip()}¦"}.get(form["without"], begin + end)
+    own_header = not has_prompt and form["marked"] == "nothing"
+    names = {"header": f"¦{header}¦" if own_header else header, "no_reasoning": without}
+    names |= {"opening": begin, "generated_behind": header + prompt if has_prompt else ""}
+    template = re.sub(r"\n *", "", TEMPLATE)
+    for number, tag in enumerate(TAGS[form["marked"]]):
+        template = template.replace(f"TAG{number}", tag)
+    return template.replace("FORM", json.dumps({**form, **names}, ensure_ascii=False))
 
 
 def expected_samples(form, tokenizer, messages, tools, first):
-    """Return [(tokens, targets or -100)], each of the same length."""
+    """Return [[tokens, targets or -100]], each of the same length."""
     trained = [i for i in range(first, len(messages)) if messages[i].get("weight") != 0]
     answers = [i for i in trained if messages[i]["role"] == "assistant"]
     if form["tools"] == "needed" and tools is None:
-        raise Fault("needs tools")
+        raise ValueError("needs tools")
     beside = [x["content"] for x in messages if x.get("tool_calls") and x["content"]]
-    if not form["text beside call"] and any(text.strip() for text in beside):
+    if not form["beside_call"] and any(text.strip() for text in beside):
         return []
     if not form["system"] and messages[0]["role"] == "system":
-        raise Fault("drops the system's message")
+        raise ValueError("drops the system's message")
     if form["reasoning"] == "none" and any("reasoning_content" in messages[i] for i in answers):
-        raise Fault("drops the reasoning")
+        raise ValueError("drops the reasoning")
+    if form["prompt"] == "header always" and form["headers"][0] and answers:
+        raise ValueError("writes the header of an answer behind an answer")
     messages = [{**message, "content": message["content"] or ""} for message in messages]
-    options = {"chat_template": template_of(form, is_oracle=True), "tools": tools}
-    options["return_assistant_tokens_mask"] = True
-    render = transformers.utils.chat_template_utils.render_jinja_template
     # Of the first messages: the text, and the (begin, end) of what is trained.
     firsts = [messages[:count] for count in range(len(messages) + 1)]
-    texts = [[x for [x] in render([first], **options)] for first in firsts]
-    behind = form["headers"][0] if form["prompt"] == "header always" else ""
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    texts = [*map(unmarked, render(firsts, chat_template=template_of(form), tools=tools)[0])]
     parts = []
     for i in answers:
         (earlier, _), (part, spans) = texts[i : i + 2]
         if not part.startswith(earlier):
-            raise Fault("changes the answer before, if another one is behind it")
-        place = len(earlier) - len(behind), len(part) - len(behind)
-        parts.append((part.removesuffix(behind), spans, [place]))
+            raise ValueError("changes the answer before, if another one is behind it")
+        parts.append((part, spans, [(len(earlier), len(part))]))
     whole, spans = texts[-1]
     if parts and all(whole.startswith(part) for part, *_ in parts):
         parts = [(whole, spans, [place for *_, [place] in parts])]
@@ -166,9 +158,16 @@ def expected_samples(form, tokenizer, messages, tools, first):
     return [x for x in samples if {*x[1]} != {-100}]
 
 
+def unmarked(text):
+    """Return a text without its marks, and the (begin, end) of what is between two."""
+    parts = text.split("¦")
+    ends = [*accumulate(map(len, parts))]
+    return "".join(parts), [*zip(ends[:-1:2], ends[1::2], strict=True)]
+
+
 def targets_of(tokenizer, text, spans, answers):
     """Return the tokens of a text, and those that are targets, or else -100: what the spans of
-    these (begin, end) have. A token in two messages is a Fault if it has more than blanks of
+    these (begin, end) have. A token in two messages is an error if it has more than blanks of
     both."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     targets = []
@@ -179,10 +178,10 @@ def targets_of(tokenizer, text, spans, answers):
                 continue
             before, own, behind = text[begin:first], text[max(begin, first) : last], text[last:end]
             if before.strip() or (behind and own.strip()):
-                raise Fault("a token of two messages")
+                raise ValueError("a token of two messages")
             target |= not behind
         targets.append(token if target else -100)
-    return found["input_ids"][:-1], targets[1:]
+    return [found["input_ids"][:-1], targets[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -204,40 +203,33 @@ def both_tokenizers():
     return [kind(tokenizer_object=x, eos_token="<|end|>") for x in (bytewise, joining)]
 
 
-def outcome(form, tokenizer, messages, tools, first):
-    """Return "right", "error" or "fault", or raise an AssertionError."""
-    tokenizer.chat_template = template_of(form)
-    case = f"{form}\n{messages}\n{tools}\n{tokenizer.chat_template}"
+def is_right(form, tokenizer, messages, tools, first):
+    """Return whether the right tokens are trained. If not, it has to be an error."""
+    tokenizer.chat_template = template_of(form).replace("¦", "")
     try:
-        samples = lib.chat.samples_of(tokenizer, messages, ARGS, tools, first)
-    except Exception as error:
-        samples = error
+        found = lib.chat.samples_of(tokenizer, messages, ARGS, tools, first)
+        found = [sample.T.tolist() for sample in found]
+    except ValueError as error:
+        found = error
+    may_fail = form["marked"] == "answer without its end" and "</" in form["end"]
     try:
         expected = expected_samples(form, tokenizer, messages, tools, first)
-    except Fault as fault:
-        assert isinstance(samples, ValueError), f"{fault}: {samples}\n{case}"
-        return "fault"
-    may_fail = form["prompt"] == "header always" and form["headers"][0] != ""
-    may_fail |= form["marked"] == "answer without its end" and "</" in form["end"]
-    if isinstance(samples, Exception):
-        assert may_fail and isinstance(samples, ValueError), f"{samples!r}\n{case}"
-        return "error"
-    assert len(samples) == len(expected), case
-    for sample, (tokens, targets) in zip(samples, expected, strict=True):
-        assert sample.T.tolist() == [tokens, targets], case
-    return "right"
+    except ValueError as fault:
+        expected, may_fail = fault, True
+    if may_fail and isinstance(found, ValueError):
+        return False
+    assert found == expected, f"{form}\n{messages}\n{tools}\n{tokenizer.chat_template}"
+    return True
 
 
 def test_of_500_random_chats_and_templates_the_right_tokens_are_trained(both_tokenizers, seed=3):
     """With this seed, some chat needs each line that finds where an answer begins."""
     rng = random.Random(seed)
-    outcomes = []
+    right = 0
     for _ in range(125):
         form = {name: rng.choice(values) for name, values in TRAITS.items()}
         for _ in range(4):
             messages, tools = draw_chat(rng)
             first = rng.choice([0, 0, 0, len(messages) - 1])
-            tokenizer = rng.choice(both_tokenizers)
-            outcomes.append(outcome(form, tokenizer, messages, tools, first))
-    counts = {x: outcomes.count(x) for x in {*outcomes}}
-    assert counts["right"] > 250, counts
+            right += is_right(form, rng.choice(both_tokenizers), messages, tools, first)
+    assert right > 250

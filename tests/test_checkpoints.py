@@ -1,4 +1,5 @@
-"""Whatever happens to a checkpoint, the last good one stays, and the run continues from it."""
+"""Whatever happens to a checkpoint, the last good one stays, and the run continues from it: to the
+same end, bit for bit, as a run that was not stopped."""
 
 import json
 import re
@@ -8,17 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    CNN,
-    FEW_IMAGES,
-    SHORT,
     assert_identical,
     assert_same_training,
     begin_of,
     content,
-    copy,
     described_copy,
     load,
     project,
+    untimed,
 )
 from processes import forked, outputs
 
@@ -65,19 +63,18 @@ ORDER = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_at_any_moment_of_a_save_the_run_continues_to_the_same_end(recipe, tmp_path):
     """One run, killed over and over while it saves, and the same command each time."""
-    script = copy(recipe, tmp_path / "mine.py", FEW_IMAGES, project=DISTURBED)
-    flags = [*CNN, "--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]
-    flags += ["--log-every", 1, "--output-dir"]
-    one = {"processes": 2, "script": script, "directory": tmp_path, "grace": 0.5}
+    run = {"flags": ["--batch-size", 16, "--checkpoint-every", 1, "--max-steps", 8]}
+    run |= {"project": DISTURBED, "processes": 2, "terminate": False}
+    one = described_copy(tmp_path / "mine", recipe, **run)
+    again = {**one, "flags": ["killed" if x == "run" else x for x in one["flags"]]}
     kills = [disturb(*kill) for *kill, _ in KILLS[recipe]]
-    runs = [{**one, "flags": [*flags, "killed"], "env": env} for env in (*kills, {})]
-    whole, *answers = forked([{**one, "flags": [*flags, "whole"]}, *runs], tmp_path)
+    whole, *answers = forked([one, *({**again, "env": env} for env in (*kills, {}))], tmp_path)
     assert whole[0] == answers[-1][0] == [0, 0], answers[-1]
     for (rank, *_, begin), before, after in zip(KILLS[recipe], answers, answers[1:], strict=False):
         assert before[0][rank] == -9, before
         assert begin_of(after[1]) == begin, after
         assert "damaged" not in after[1], "a checkpoint under its final name was not complete"
-    whole, killed = (outputs(tmp_path / name) for name in ("whole", "killed"))
+    whole, killed = (outputs(tmp_path / "mine" / name) for name in ("run", "killed"))
     assert_same_training(killed, whole, 0)
     left = [sorted(path.name for path in run.directory.iterdir()) for run in (whole, killed)]
     assert left[0] == left[1] and sum(name.startswith("step-") for name in left[0]) == 2
@@ -100,9 +97,8 @@ def test_where_a_checkpoint_cannot_be_written_all_ranks_exit_and_earlier_ones_st
     flags = ["--batch-size", 16, "--checkpoint-every", 2, "--max-steps", 6]
     runs = []
     for index, (_, fault) in enumerate(cases):
-        directory = tmp_path / str(index)
-        run = described_copy(directory, recipe, project=DISTURBED, flags=flags)
-        runs.append(run | {"processes": 2, "env": disturb(*fault)})
+        more = {"flags": flags, "processes": 2, "env": disturb(*fault)}
+        runs.append(described_copy(tmp_path / str(index), recipe, project=DISTURBED, **more))
     answers = forked(runs, tmp_path, together=2)
     for (reason, _), run, answer in zip(cases, runs, answers, strict=True):
         pattern = r"cannot write run/step-00000004, earlier ones stay \((.*)\)"
@@ -184,13 +180,11 @@ def test_all_ranks_get_the_checkpoint_or_none_resumes(recipe, tmp_path):
     the rank. A flag that was added to the recipe later does not hinder resuming."""
     second = "1" if recipe == "sharded_cifar" else "0"
     readers = {"OSError": "0", "MemoryError": second}  # by which error they fail
-    script = copy(recipe, tmp_path / "mine.py", *SHORT, project=project("checkpoints"))
-    flags = [*CNN, "--batch-size", 16, "--max-steps", 2, "--output-dir", "run0"]
-    again = {"processes": 2, "script": script, "directory": tmp_path, "flags": flags}
+    run = {"flags": ["--batch-size", 16, "--output-dir", "run0"], "processes": 2}
+    again = described_copy(tmp_path / "mine", recipe, project=project("checkpoints"), **run)
     later = {**again, "env": {"LATER": "1"}}
-    ends = {"grace": 0.5, "terminate": True}
-    fails = [{**again, **ends, "env": {"FAILS": x, "ERROR": e}} for e, x in readers.items()]
-    own_disks = {**again, **ends, "flags": [*flags[:-1], "run"], "env": {"OWN_DISKS": "1"}}
+    fails = [{**again, "env": {"FAILS": x, "ERROR": e}} for e, x in readers.items()]
+    own_disks = {**again, "flags": [*again["flags"][:-1], "run"], "env": {"OWN_DISKS": "1"}}
     saved, *failed, resumed, refused = forked([again, *fails, later, own_disks], tmp_path)
     assert saved[0] == resumed[0] == [0, 0], resumed
     read = re.findall(r"rank (.) reads run0/step-00000002", resumed[1])
@@ -211,15 +205,86 @@ def test_all_ranks_get_the_checkpoint_or_none_resumes(recipe, tmp_path):
 
 def test_a_checkpoint_is_mapped_and_not_copied_into_memory(tmp_path):
     """Eight ranks that read 12 GB each would need a hundred."""
-
-    def in_memory():
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])
-
     path = tmp_path / "step-00000001.pt"
-    torch.save({"weights": torch.ones(2**24)}, path)
-    read_file = load("recipes/ddp_cifar.py").read_file
-    before = in_memory()
-    checkpoint = read_file(path)
-    assert in_memory() - before < 16 * 1024, "of 65,536 kB"
-    assert checkpoint["weights"].sum() == 2**24
+    torch.save({"weights": torch.ones(2)}, path)
+    checkpoint = load("recipes/ddp_cifar.py").read_file(path)
+    assert checkpoint["weights"].sum() == 2 and str(path) in Path("/proc/self/maps").read_text()
+
+
+STEPS = 16  # two epochs of 256 samples at a global batch of 32
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_a_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path):
+    """Stopped in mid-epoch, continued by the same command, stopped at the epoch's end, and
+    continued. On two processes, in two microbatches."""
+    flags = ["--batch-size", 8, "--global-batch-size", 32, "--max-steps", STEPS]
+    flags += ["--hang-timeout", 30, "--clip-norm", 9]
+    run = {"flags": flags, "project": DISTURBED, "processes": 2, "grace": 30}
+    one = described_copy(tmp_path / "mine", "ddp_cifar", **run)
+    every = ["--checkpoint-every", 1, "--keep", STEPS]
+    runs = [{**one, "flags": [*one["flags"], *every]}]
+    flags = [*one["flags"], "--keep", 3, "--output-dir", "broken"]
+    for stop, name in ((4, "SIGTERM"), (8, "SIGINT"), (0, None)):
+        # The ranks stop one step after a signal: they vote while a step is computed.
+        runs.append({**one, "flags": flags, "env": disturb(1, stop - 1, name)})
+    answers = forked(runs, tmp_path)
+    expected = ((0, 0, None), (143, 0, 4), (130, 4, 8), (0, 8, None))
+    for (codes, output), (code, begin, stop) in zip(answers, expected, strict=True):
+        assert codes == [code] * 2, output
+        assert begin_of(output) == begin, output
+        assert output.count(f"stopped after step {stop}, which is saved") == bool(stop), output
+    whole, broken = (tmp_path / "mine" / name for name in ("run", "broken"))
+    steps = [int(path.stem[5:]) for path in sorted(broken.glob("*.pt"))]
+    assert steps == [4, 8, STEPS]
+    for step in steps:
+        name = f"step-{step:08}.pt"
+        assert_identical(content(whole / name), content(broken / name))
+    metrics = untimed((broken / "metrics.jsonl").read_text())
+    assert metrics == untimed((whole / "metrics.jsonl").read_text())
+    # The evaluation after step 8 was not reached before the second stop.
+    assert [line["step"] for line in metrics] == [*range(1, 9), 8, *range(9, 17), 16]
+    for rank in (0, 1):
+        batches = (whole / f"batches.{rank}").read_text()
+        assert batches.count("\n") == STEPS * 2
+        assert batches == (broken / f"batches.{rank}").read_text()
+
+
+UNFUSED = (
+    "    optimizer = torch.optim.SGD(model.parameters(), lr=peak, **options)\n",
+    "    trained = [p for p in model.parameters() if p.requires_grad]\n"
+    "    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(peak / 100))\n",
+)
+OWN_FLAGS = {"pipeline_cifar": ["--chunks", 2], "sharded_cifar": ["--replicas", 2]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["ddp_cifar", "pipeline_cifar", "sharded_cifar"])
+def test_what_no_state_dict_has_resumes_and_evaluations_in_mid_epoch_change_nothing(
+    recipe, tmp_path
+):
+    """In the first one all ranks end: its step is saved, and it is repeated. AdamW that is not
+    fused would keep its number of steps in the mapped checkpoint, and so the disk space of a file
+    that a later save deletes. FSDP takes no integer parameters."""
+    is_sharded = recipe == "sharded_cifar"
+    text = project("resume", build_model="growing_model" if is_sharded else "quantised_model")
+    flags = ["--global-batch-size", 64, "--batch-size", 32, "--max-steps", 8]
+    run = {"flags": [*flags, *OWN_FLAGS.get(recipe, [])], "project": text, "processes": 2}
+    one = described_copy(tmp_path / "mine", recipe, UNFUSED, **run)
+    often = ["--evaluate-every", 3, "--checkpoint-every", 7, "--keep", 9, "--output-dir", "with"]
+    again = {**one, "flags": [*one["flags"], *often]}
+    once, ended, resumed = forked([one, {**again, "env": {"ENDS": "3"}}, again], tmp_path)
+    assert [set(x[0]) for x in (once, ended, resumed)] == [{0}, {7}, {0}], (once, ended, resumed)
+    assert begin_of(resumed[1]) == 3, "the step was saved before its evaluation"
+    if is_sharded:  # the checkpoint has all of a model
+        built = [output.count("builds a model on cpu") for _, output in (once, resumed)]
+        assert built == [1, 0]
+    assert resumed[1].count("mapped files: False") == 10 and "mapped files: True" not in resumed[1]
+    without, often = (outputs(tmp_path / "mine" / name) for name in ("run", "with"))
+    assert [line["step"] for line in often.evaluations] == [3, 6, 8]
+    names = sorted(path.name[:13] for path in often.directory.glob("step-*"))
+    assert names == [f"step-{step:08}" for step in (3, 6, 7, 8)]
+    del often.evaluations[:2], without.evaluations[0]  # without: in steps 4 and 8
+    assert_same_training(often, without, 0)
+    files = [path for path in often.directory.rglob("*") if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1, "all by the umask"

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import struct
 import tarfile
@@ -51,9 +52,9 @@ def tar(*names, of_class=b"1", of_image=None, **headers):
 
 def write_sounds(folder):
     samples = numpy.zeros((160, 1))
-    sounds = {"good": {}, "rate": {"rate": 8000}, "width": {"width": 4}}
-    for name, options in sounds.items():
-        write_wav(folder / f"{name}.wav", samples, **options)
+    write_wav(folder / "good.wav", samples)
+    write_wav(folder / "rate.wav", samples, rate=8000)
+    write_wav(folder / "width.wav", samples, width=4)
     write_wav(folder / "none.wav", samples[:0])
     content = (folder / "good.wav").read_bytes()
     for name, part in {"cut": content[:200], "begun": content[:30], "text": b"text"}.items():
@@ -98,7 +99,7 @@ TOKENS = numpy.arange(100).astype("<u2").tobytes()
 SAMPLE = "0001.png", "0001.cls"
 SPARSE = {"GNU.sparse.size": f"{2**33}", "GNU.sparse.map": "0,1"}  # 8 GB, of which 1 byte is there
 NESTED = b"[" * 10**6 + b"]" * 10**6
-LISTS, IMAGE = ("images", "categories"), {"id": 1, "file_name": "a.png"}
+LISTS = "images", "categories"
 NO_IDS = None, "1", -1, 1.7, []
 BAD = {
     "json": [
@@ -112,10 +113,7 @@ BAD = {
         *[(changed({"bbox": [x, 1, 2, 3]}), "annotation 2: ") for x in (None, "1", math.nan, -9)],
         *[(changed({"bbox": x}), "annotation 2: ") for x in (None, [], [1, 1, -2, 3], [1, 1, 2])],
         (of_coco(), "has no object: 0 of 0 boxes"),
-        (
-            of_coco({}, images=[{"id": 1, "file_name": "b.png"}]),
-            "b.png is missing (1 files in all)",
-        ),
+        (of_coco({}, images=[{"id": 1, "file_name": "b.png"}]), "b.png is missing (1 files"),
         (of_coco({}, images=[{"id": 1, "file_name": "a.png", "width": 8}]), "by its JSON (8, 12)"),
         (of_coco({"bbox": [0, 0, 1, 0.5]}), "all boxes are within [0, 1]: write them in pixels"),
         (NESTED, "is not in COCO's format: RecursionError"),
@@ -156,7 +154,6 @@ BAD = {
         (b"good.wav\ta!b?", "argument --characters"),
         (b"rate.wav\tab", "rate.wav is not a wav file of 16 bits and 16000 Hz: int16, 8000 Hz"),
         (b"width.wav\tab", "width.wav is not a wav file of 16 bits and 16000 Hz: int32, 16000 Hz"),
-        (b"text.wav\tab", "16000 Hz: File format b'text' not understood"),
         (b"none.wav\tab", "16000 Hz: int16, 16000 Hz, 0 samples: ffmpeg -i"),
         (b"cut.wav\tab", "16000 Hz: mmap length is greater than file size"),
         (b"begun.wav\tab", "16000 Hz: unpack requires a buffer"),
@@ -326,31 +323,23 @@ def test_files_of_other_programs_are_read_as_they_are_meant(tmp_path, capsys):
 
     samples = numpy.arange(320).reshape(160, 2)
     write_wav(tmp_path / "a.wav", samples)
-    content = (tmp_path / "a.wav").read_bytes()
-    # WAVE_EXTENSIBLE: format 0xFFFE, 22 bytes more, of which the format 1 begins a GUID.
-    guid = bytes.fromhex("0100000000001000800000aa00389b71")
-    more = struct.pack("<HHI", 22, 16, 3) + guid
-    form = struct.pack("<IH", 40, 0xFFFE) + content[22:36] + more
-    (tmp_path / "b.wav").write_bytes(content[:16] + form + content[36:])
-    (tmp_path / "a.tsv").write_bytes("\ufeffa.wav\ta\u2028b\r\n\r\nb.wav\ta".encode())
-    found = utterances.read_list(tmp_path / "a.tsv")
-    assert [row[1:] for row in found] == [("a\u2028b", 160), ("a", 160)]
-    for file, *_ in found:
-        assert utterances.read_wav(file).tolist() == (samples.mean(1) / 2**15).tolist()
+    (tmp_path / "a.tsv").write_bytes("\ufeffa.wav\ta\u2028b\r\n\r\na.wav\ta".encode())
+    (file, *first), (_, *second) = utterances.read_list(tmp_path / "a.tsv")
+    assert [first, second] == [["a\u2028b", 160], ["a", 160]]
+    assert utterances.read_wav(file).tolist() == (samples.mean(1) / 2**15).tolist()
 
 
-@pytest.mark.parametrize("kind", ["no header", "llm.c", "Megatron"])
-@pytest.mark.parametrize("width", ["<u2", "<u4"])
-def test_windows_of_files_of_tokens_lie_one_after_the_other(kind, width, tmp_path):
-    top = 60000 if width == "<u2" else 100000
-    magic, code = (20240520, 8) if width == "<u2" else (20240801, 4)  # llm.c's, and Megatron's
+@pytest.mark.parametrize(
+    ("width", "top", "magic", "code"), [("<u2", 60000, 20240520, 8), ("<u4", 100000, 20240801, 4)]
+)
+def test_windows_of_files_of_tokens_lie_one_after_the_other(width, top, magic, code, tmp_path):
+    """Of a file without a header, one of llm.c, and one of Megatron with its index."""
     generator = numpy.random.default_rng(0)
     parts = [generator.integers(top, size=size) for size in (30, 9, 416)]
-    for number, part in enumerate(parts):
-        content = header(magic, len(part)) if kind == "llm.c" else b""
-        (tmp_path / f"{number}.bin").write_bytes(content + part.astype(width).tobytes())
-        if kind == "Megatron":
-            (tmp_path / f"{number}.idx").write_bytes(index(code, [3, len(part) - 3]))
+    heads = b"", header(magic, len(parts[1])), b""
+    for number, (head, part) in enumerate(zip(heads, parts, strict=True)):
+        (tmp_path / f"{number}.bin").write_bytes(head + part.astype(width).tobytes())
+    (tmp_path / "2.idx").write_bytes(index(code, [3, 413]))
     paths = sorted(map(str, tmp_path.glob("*.bin")))
     args = SimpleNamespace(train=paths, test=None, length=8, batch_size=4, vocabulary=top)
     train, test = (loader.dataset for loader in tokens.load_data(args, None))
@@ -400,10 +389,6 @@ ROWS = [
     {"x": f"text {i}", "label": i % 2, "tags": [i % 2, 0], "tools": [{"a": {}}] if i % 3 else None}
     for i in range(10)
 ]
-# As they are in a dataset, whose classes have names.
-NAMED = [
-    row | {"label": NAMES[row["label"]], "tags": [NAMES[x] for x in row["tags"]]} for row in ROWS
-]
 
 
 @pytest.fixture
@@ -424,8 +409,7 @@ def sources(tmp_path, monkeypatch):
     made.save_to_disk("saved")
 
 
-def test_all_sources_have_the_same_rows_and_another_key_when_these_change(sources):
-    assert [*rows.parsed_rows("saved")] == NAMED
+def test_a_part_of_a_source_has_its_rows_and_a_changed_source_another_key(sources):
     assert [*rows.parsed_rows("files:train[:20%]+train[9:]")] == [*ROWS[:2], ROWS[9]]
     assert [*rows.parsed_rows("files@main:default:train[-1:]")] == ROWS[9:]
     names, keys = ("rows.jsonl", "files:train", "saved"), []
@@ -457,11 +441,10 @@ def test_a_wrong_source_is_one_line(sources, monkeypatch):
     made.cast_column("label", datasets.ClassLabel(names=NAMES)).save_to_disk("unlabelled")
     datasets.DatasetDict({"train": made}).save_to_disk("split")
     for source, said in WRONG.items():
-        with pytest.raises(Exit) as error:
+        with pytest.raises(Exit, match=re.escape(said)):
             rows.read_rows(source, ("label", rows.class_name), ("z", rows.nonempty_text))
-        assert said in str(error.value) and "\n" not in str(error.value)
-    columns = ("x", rows.nonempty_text), ("tags", rows.list_of_texts)
-    assert rows.read_rows("saved", *columns)[1] == ("text 1", ["B-LOC", "O"])
+    columns = ("label", rows.class_name), ("tags", rows.list_of_texts)
+    assert rows.read_rows("saved", *columns)[1] == ("B-LOC", ["B-LOC", "O"])
     with pytest.raises(Exit, match=r"row 1: .*\[0, 0\] are numbers without names: name the"):
         rows.read_rows("files:train", *columns)
 
@@ -475,9 +458,8 @@ def test_a_sound_that_cannot_be_read_as_it_was_meant_is_one_line(sources, monkey
     for name, said in cases.items():
         made = datasets.Dataset.from_dict({"audio": [f"{name}.wav"], "text": ["a"]})
         made.cast_column("audio", datasets.Audio()).save_to_disk(name)
-        with pytest.raises(Exit) as error:
+        with pytest.raises(Exit, match=f"{name}, row 1.*{re.escape(said)}"):
             utterances.read_list(name)
-        assert f"{name}, row 1" in str(error.value) and said in str(error.value)
 
 
 def test_a_model_card_names_data_of_the_hub_the_command_and_all_flags(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ import torch
 import torchvision
 from composed import make, of_coco, write_photos
 from conftest import ROUNDING_FLOAT32, Exit
-from lazy import datasets, detection, lib, lora, photos, segmentation, tar_shards, vit
+from lazy import datasets, detection, lora, photos, segmentation, tar_shards, vit
 from PIL import Image
-from processes import train_forked
+from processes import ROOT, train_forked
 from torch.nn.functional import avg_pool2d
 from torchvision.models.detection.fcos import FCOS, FCOSHead, fcos_resnet50_fpn
 from torchvision.transforms import v2
@@ -44,17 +44,6 @@ def of_rows(path):
     return dataset[0][0]
 
 
-def of_detection(path):
-    content = of_coco({}, images=[{"id": 1, "file_name": path.name}])
-    path.with_suffix(".json").write_bytes(content)
-    return coco.Objects(path.parent, path.with_suffix(".json"), 3)[0][0]
-
-
-def of_clip(path):
-    tokens = {"input_ids": [1]}
-    return lib.captions.Captioned([(path, "")], lambda caption: tokens, v2.Identity())[0][0]
-
-
 def of_segmentation(path):
     Image.new("L", (8, 12)).save(path.with_suffix(".png"))
     return segmentation.Masks([path], 4, v2.Identity())[0][0]
@@ -66,20 +55,18 @@ def of_shards(path):
     return tar_shards.decode(args, v2.Identity(), sample)[0]
 
 
-def of_vision_chat(path):
-    sample = lib.image_chat.packed(("", [], [path], "a row", 1))
-    places = torch.tensor([0]), torch.tensor([len(sample)])
-    return v2.functional.to_image(lib.image_chat.ImageChats(sample, *places)[0][2][0])
-
-
-READERS = [of_photos, of_rows, of_detection, of_clip, of_segmentation, of_shards, of_vision_chat]
+def test_one_function_opens_the_images_of_all_tasks_but_masks():
+    texts = {x.name: x.read_text() for x in (ROOT / "examples").rglob("*.py")}
+    assert [name for name, text in texts.items() if "Image.open" in text] == ["images.py"]
+    others = {name for name, text in texts.items() if "read_pixels" in text}
+    assert others == {"images.py", "segmentation.py"}
 
 
 def picture(seed=0):
     return numpy.random.default_rng(seed).integers(256, size=(12, 8, 3), dtype="uint8")
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("read", [of_photos, of_rows, of_segmentation, of_shards])
 def test_a_photo_is_turned_as_its_camera_says_and_what_is_transparent_is_white(read, tmp_path):
     """The pixels of b are saved as a sensor has them, a quarter turn to the left. The range of
     values is that of a model."""
@@ -152,8 +139,6 @@ def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
     data = segmentation.Masks(paths, 4, v2.Identity())
     assert data[0][1].unique().tolist() == [0, 1, 3, 255]
     assert data[2][1].unique().tolist() == [0, 255], "an image without an object"
-    with pytest.raises(OSError, match=r"1\.jpg: its mask has class 4: set --classes 5"):
-        data[1]
     coloured = Image.open(tmp_path / "0.png")
     coloured.putpalette([0, 0, 0, 9, 0, 0])
     data.palette = [0, 0, 0, 0, 0, 0]
@@ -161,6 +146,7 @@ def test_masks_whose_classes_do_not_fit_are_an_error_with_their_name(tmp_path):
         (Image.new("L", (9, 12)), r"its mask has \(9, 12\) pixels, not \(8, 12\)"),
         (Image.new("RGB", (8, 12)), "its mask has pixels of type RGB"),
         (coloured, "its mask has other colours than the first"),
+        (Image.open(tmp_path / "1.png"), "its mask has class 4: set --classes 5"),
     ):
         mask.save(tmp_path / "0.png")
         with pytest.raises(OSError, match=rf"0\.jpg: {said}"):
@@ -374,20 +360,16 @@ def test_each_layer_has_its_rate_and_only_matrices_decay(small):
 
 
 def test_all_tensors_of_torchvisions_vit_fit_but_the_heads(small):
-    sizes = {"size": 224, "patch": 16, "width": 768, "layers": 12}
-    args = SimpleNamespace(**{**vars(small), **sizes})
+    vars(small).update(size=224, patch=16, width=768, layers=12)
     with torch.device("meta"):
-        models = vit.build_model(args), torchvision.models.vit_b_16()
+        models = vit.build_model(small), torchvision.models.vit_b_16()
     ours, theirs = ({k: x.shape for k, x in model.state_dict().items()} for model in models)
     assert ours.keys() == theirs.keys()
     others = {name for name in ours if ours[name] != theirs[name]}
     assert others == {"heads.head.weight", "heads.head.bias"}
-
-
-@pytest.mark.parametrize("sizes", [{"size": 20}, {"width": 80}])
-def test_sizes_that_do_not_fit_are_an_error(small, sizes):
-    with pytest.raises(Exit, match="whole patches"):
-        vit.build_model(SimpleNamespace(**{**vars(small), **sizes}))
+    for sizes in ({"size": 20}, {"width": 80}):
+        with pytest.raises(Exit, match="whole patches"):
+            vit.build_model(SimpleNamespace(**vars(small) | sizes))
 
 
 def test_lora_adapts_only_layers_that_the_vit_calls(small):
@@ -399,21 +381,15 @@ def test_lora_adapts_only_layers_that_the_vit_calls(small):
     assert all(x.grad is not None for x in trained.values())
 
 
-class Colours:
-    """40 photos of one colour each, in four classes: the value of all pixels is the class."""
-
-    classes = tuple("abcd")
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        return torch.full((3, 16, 16), float(index % 4)), index % 4
+class Photos(list):
+    classes = "abcd"
 
 
 def test_a_share_of_the_photos_is_mixed_and_each_has_the_classes_of_its_pixels():
-    """Whatever the order. In another epoch it is another mixture."""
-    samples, counts = SeededSamples(Mixed(Colours(), 0.5), seed=0), Counter()
+    """Whatever the order. In another epoch it is another mixture. A photo has one colour: all of
+    its pixels are the number of its class."""
+    photos = Photos((torch.full((3, 16, 16), float(i % 4)), i % 4) for i in range(40))
+    samples, counts = SeededSamples(Mixed(photos, 0.5), seed=0), Counter()
     targets = []
     for epoch in range(5):
         samples.set_epoch(epoch)

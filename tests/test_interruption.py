@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -30,54 +31,34 @@ from conftest import (
     load,
     project,
 )
-from processes import (
-    Launched,
-    forked,
-    free_port,
-    launch,
-    outputs,
-    wait_until,
-)
+from processes import Launched, forked, free_port, launch, outputs, wait_until
 
 recipe = load("recipes/ddp_cifar.py")
 pytestmark = pytest.mark.slow
 
 LAUNCH = [ACCELERATE, "launch", "--config_file"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
-# what happens: (the words before the recipe, the launcher's exit codes: Python's own is 120 where
-# the last lines have nowhere to go)
-CASES = {
-    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], {120}),
-    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], {1, 120}),
-    "its launcher is killed": ([*TORCHRUN, "2"], {-signal.SIGKILL}),
-    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], {-signal.SIGKILL}),
-    "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], {1}),
-}
 # Rank 0 says the reason, and looks for its launcher each second: a step takes longer, so that the
 # other rank does not stop the run before that.
-REPLACED = {
-    "its launcher is killed": {"train_step": "slow_step"},
-    "the launcher of one process is killed": {"train_step": "slow_step"},
-    "SIGTERM comes to each process": {
-        "load_data": "data_of_persistent_workers",
-        "CONTEXT": '"forkserver"',
-    },
+SLOW = {"train_step": "slow_step"}
+WORKERS = {"load_data": "data_of_persistent_workers", "CONTEXT": '"forkserver"'}
+# what happens: (the words before the recipe, what the copy has, the launcher's exit codes: Python's
+# own is 120 where the last lines have nowhere to go)
+CASES = {
+    "its terminal is closed": ([*LAUNCH, CONFIGS[2]], {}, {120}),
+    "Ctrl-C also ends the tee behind its pipe": ([*LAUNCH, CONFIGS[2]], {}, {1, 120}),
+    "its launcher is killed": ([*TORCHRUN, "2"], SLOW, {-signal.SIGKILL}),
+    "the launcher of one process is killed": ([*LAUNCH, CONFIGS[1]], SLOW, {-signal.SIGKILL}),
+    "SIGTERM comes to each process": ([*LAUNCH, CONFIGS[2]], WORKERS, {1}),
 }
 
 
-def real(command, stdin=None, output=None, session=True, terminal=False):
-    """Start a launcher as `Launched` does, but with interpreters of its own."""
-    own = (lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None
-    files = {"stdin": stdin, "stdout": output, "stderr": output}
-    return subprocess.Popen(command, **files, start_new_session=session, preexec_fn=own)
-
-
-def interrupted(case, start, directory):
+def interrupted(case, directory):
     """Start a run that would take minutes and interrupt it when it trains. Return the exit code of
     the launcher, the checkpoints, and everything that was printed while somebody read it."""
-    launcher, _ = CASES[case]
+    launcher, chosen, _ = CASES[case]
     metrics, log = directory / "run/metrics.jsonl", directory / "log"
-    text = project("interruption", **REPLACED.get(case, {}))
+    text = project("interruption", **chosen)
     script = copy("ddp_cifar", directory / "mine.py", *SHORT, project=text)
     command = [*launcher, script, *CNN, "--log-every", 1, "--output-dir", directory / "run"]
     command = [*map(str, command), "--batch-size", "16", "--epochs", "1000"]
@@ -86,12 +67,13 @@ def interrupted(case, start, directory):
     started = []
     if "tee" in case:
         tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE)
-        process = start(command, output=tee.stdin, session=True)
-    elif "terminal" in case:
-        process = start(command, stdin=slave, output=slave, terminal=True)
+        process = Launched(command, output=tee.stdin, session=True)
+    elif "terminal" in case:  # interpreters of its own, as which the forks of the others end
+        files = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        files["preexec_fn"] = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
+        process = subprocess.Popen(command, **files, start_new_session=True)
     else:
-        with open(log, "w") as file:
-            process = start(command, output=file, session=True)
+        process = Launched(command, output=log, session=True)
     os.close(slave)
 
     def trains():
@@ -111,8 +93,8 @@ def interrupted(case, start, directory):
                 one.send_signal(signal.SIGTERM)
         else:
             tee.send_signal(signal.SIGINT)
-            os.killpg(process.pid, signal.SIGINT)
             tee.communicate()
+            os.killpg(process.pid, signal.SIGINT)
         code = process.wait(300)
         wait_until(lambda: not any(one.is_running() for one in started))
     finally:
@@ -125,17 +107,11 @@ def interrupted(case, start, directory):
     return code, saved, last, log.read_text() if log.exists() else ""
 
 
-# The forks end as interpreters of their own do, in one case of each launcher.
-BOTH = [("its terminal is closed", Launched), ("its launcher is killed", real)]
-ENDED = [(case, real if case == BOTH[0][0] else Launched) for case in CASES]
-ENDED += [pytest.param(*case, marks=pytest.mark.redundant) for case in BOTH]
-
-
-@pytest.mark.parametrize(("case", "start"), ENDED)
-def test_a_run_saves_and_stops_when(case, start, tmp_path):
-    code, saved, last_line, log = interrupted(case, start, tmp_path)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_saves_and_stops_when(case, tmp_path):
+    code, saved, last_line, log = interrupted(case, tmp_path)
     assert saved and saved[-1] == last_line, log
-    assert code in CASES[case][1], log
+    assert code in CASES[case][2], log
     assert "tee" not in case or ("step 2/" in log and "which is saved" not in log), "it ended first"
     if "SIGTERM" in case or "killed" in case:
         assert log.count("SIGTERM: stopping after the next step (") == 1, "by one rank"
@@ -227,11 +203,7 @@ def test_a_worker_of_a_dataloader_does_not_outlive_its_rank():
         recipe.exit_now(0)
     worker = int(os.read(read, 20))
     os.waitpid(process, 0)
-    wait_until(lambda: not psutil.pid_exists(worker) or is_zombie(worker))
-
-
-def is_zombie(pid):
-    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie")
 
 
 def test_a_second_start_in_mid_training_is_an_error_that_the_first_run_does_not_notice(tmp_path):

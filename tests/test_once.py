@@ -1,7 +1,5 @@
 """Tokens that are made once per machine: the same as row by row, in any number of processes."""
 
-import argparse
-import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import toy
 from conftest import Exit
 from lazy import lib
 
@@ -94,41 +91,3 @@ def test_a_bad_row_is_named_by_its_number_and_the_file_before_it_stays(cores, re
     assert [*args.output_dir.iterdir()] == before
     with pytest.raises(Exit, match=r"none.jsonl: no such file. Name a file, a folder"):
         once.made_once(args, "none.jsonl", "", make, "", COUNTS)
-
-
-# The toy data of a task, and its flags.
-TASKS = {
-    "fine_tune": ("text", "--base llama --text text.txt"),
-    "masked_lm": ("lines", "--base bert --train lines/train.txt --test lines/test.txt"),
-    "preferences": ("preferences", "--base llama --pairs preferences.jsonl"),
-    "sft": ("chats", "--base llama --chats chats.jsonl"),
-    "token_classification": (
-        "entities",
-        "--base bert --train entities/train.conll --test entities/test.conll",
-    ),
-    "vision_chat": ("image_chats", "--base qwen --chats image_chats/chats.jsonl"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_a_task_makes_its_tokens_once(task, tmp_path, monkeypatch):
-    kind, flags = TASKS[task]
-    monkeypatch.setattr(toy, "LINES", toy.LINES[::10])
-    toy.make(kind, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(task)
-    parser = argparse.ArgumentParser(conflict_handler="resolve")
-    module.add_flags(parser)
-    args = parser.parse_args(flags.split())
-    args.output_dir, args.seed, args.global_batch_size = "run", 0, 4
-    make_all, made = once.make_all, []
-
-    def noted(source, *rest):
-        made.append(source)
-        return make_all(source, *rest)
-
-    monkeypatch.setattr(once, "make_all", noted)
-    for _ in range(2):
-        module.load_data(args, SimpleNamespace(is_main_process=False))
-        assert made == [x for x in flags.split() if "." in x]

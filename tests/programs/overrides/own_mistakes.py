@@ -1,4 +1,4 @@
-"""For copies in test_own_mistakes.py: mistakes that processes have to tell each other."""
+"""For copies in test_errors.py: mistakes that processes have to tell each other."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""For copies in test_resume.py: a model with all that is in no tensor of its state dict, a learning
-rate that is a tensor, a dataset that is in both loaders, and steps that say what they map. ENDS is
-the step in whose evaluation all ranks end."""
+"""For copies in test_checkpoints.py: a model with all that is in no tensor of its state dict, a
+dataset that is in both loaders, and steps that say what they map. ENDS is the step in whose
+evaluation all ranks end."""
 
 import os
 from pathlib import Path

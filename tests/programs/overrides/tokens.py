@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from amp_cifar import Run, make_accelerator
 
-# The mean of two halves' means is another one. At a batch size of 4 process 1 has no targets, at
-# smaller ones the second half of the microbatches.
-LENGTHS = [2, 47, 5, 30, 0, 0, 0, 0]
+# The mean of means is another one. At a batch size of 1 process 1 of two has no targets.
+LENGTHS = [2, 0, 47, 0, 5, 0, 30, 0]
 
 
 class Sequences(Dataset):
@@ -41,17 +40,9 @@ def build_model(args):
 
 def compute_loss(model, batch, args):
     logits = model(batch[:, :-1]).transpose(1, 2)
-    disturb(model, logits)
     counted = (batch[:, 1:] != 0).sum(1)
     losses = F.cross_entropy(logits, batch[:, 1:], ignore_index=0, reduction="none").sum(1)
     return {"loss": losses / counted.clamp(min=1), "weight": counted}
-
-
-def nothing(model, logits):
-    pass
-
-
-disturb = nothing
 
 
 def make_optimizer(model, args, total_steps):
@@ -60,6 +51,7 @@ def make_optimizer(model, args, total_steps):
 
 
 plain_description, accelerator_without_scaler = Run.describe, make_accelerator
+plain_loss = compute_loss
 
 
 def describe_as_fp16(run, optimizer):
@@ -77,8 +69,10 @@ def accelerator_with_scaler(*arguments):
 calls = []
 
 
-def overflow(model, logits):
+def overflow(model, batch, args):
     calls.append(model.training)
+    values = plain_loss(model, batch, args)
     # The first microbatch of the third step of process 1 alone.
     if sum(calls) == 5 and model.training and os.environ["RANK"] == "1":
-        logits.register_hook(lambda gradient: gradient * math.inf)
+        values["loss"].register_hook(lambda gradient: gradient * math.inf)
+    return values
