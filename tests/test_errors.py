@@ -238,11 +238,14 @@ def test_a_model_in_eval_mode_is_an_error():
         recipe.load_weights(torch.nn.Linear(2, 2).eval(), None)
 
 
-def test_a_state_that_could_not_be_read_again_is_not_saved(tmp_path):
-    states = {"own": SimpleNamespace(state_dict=lambda: {"path": Path("x")})}
+@pytest.mark.parametrize(
+    ("value", "error"), [(Path("x"), "UnpicklingError"), (lambda: 0, "lambda")]
+)
+def test_a_state_that_could_not_be_written_or_read_again_is_not_saved(value, error, tmp_path):
+    states = {"own": SimpleNamespace(state_dict=lambda: {"value": value})}
     run = SimpleNamespace(directory=tmp_path, config={}, methods={})
     checkpoints = recipe.Checkpoints(run, states)
-    with pytest.raises(Exit, match=r"cannot write .*step-00000001.*UnpicklingError"):
+    with pytest.raises(Exit, match=rf"cannot write .*step-00000001.*{error}"):
         checkpoints.save(1, "")
     assert list(tmp_path.iterdir()) == []
 
