@@ -112,7 +112,7 @@ FLAGS = "    args = parse_args(__doc__, add_technique_flags, add_flags)\n"
 # Examples, a line of the copy and its replacement, what is said.
 NOT_FITTING = [
     (["ema"], ("values, grad_norm =", "values, norm ="), "ema.diff does not fit"),
-    (["ema"], (FLAGS, 2 * FLAGS), "ema.diff does not fit"),
+    (["ema"], (FLAGS, f"{FLAGS}\n{FLAGS}"), "ema.diff does not fit"),
     (["ema"], (NEW, f"\n\nRANK = 1\n{NEW}"), "RANK (line "),
     (["ema"], ('"""Train ', 'text = """Train '), "has no docstring"),
     (["ema"], ("import argparse", "import argparse,"), "own.py, line "),
