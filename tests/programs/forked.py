@@ -4,7 +4,8 @@ connection brings one request, a line of JSON:
 
     {"command": [...], "directory": ..., "env": {...}, "imports": modules that it needs besides,
      "session": a session of its own, "terminal": its stdin is the terminal of its session,
-     "ignored": numbers of the signals that it ignores at its start}
+     "ignored": numbers of the signals that it ignores at its start, "namespaces": pid of a process
+     whose network, host name and mounts it has}
 
 It is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`,
 whose stdin, stdout and stderr come through the socket. What these start as `python ...` are forks,
@@ -173,6 +174,7 @@ def start_command(request, descriptors, connection):
         if request.get("terminal"):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         close_files_but({resource_tracker._resource_tracker._fd})
+        enter_namespaces(request.get("namespaces"))
         os.chdir(request["directory"])
         for number in SIGNALS:  # also where these tests run in the background
             is_ignored = number in request.get("ignored", ())
@@ -186,6 +188,14 @@ def start_command(request, descriptors, connection):
         os.close(descriptor)  # a pipe has to end with the command
     connection.sendall(f"{pid}\n".encode())
     return pid
+
+
+def enter_namespaces(pid):
+    """As `nsenter --net --uts --mount --target PID`."""
+    for name in ("net", "uts", "mnt") if pid else ():
+        with open(f"/proc/{pid}/ns/{name}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {name}")
 
 
 def serve(listener):
