@@ -63,12 +63,17 @@ EQUAL = [  # processes and flags
 
 
 def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path):
-    """Also accumulated and clipped, of samples that weigh unequally."""
+    """Also accumulated and clipped, of samples that weigh unequally. 2 x 2 continue a run of 4."""
     flags = [*CNN, "--global-batch-size", 32, "--max-steps", 5, "--lr", 0.2, "--clip-norm", 0.1]
+    flags += ["--checkpoint-every", 3]
     text = project("sharded", compute_loss="weighted_loss") + IN_FLOAT64
     ddp, sharded = ddp_and_sharded(tmp_path, text)
-    runs = [(n, sharded, [*flags, *own]) for n, own in EQUAL]
+    *runs, last = [(n, sharded, [*flags, *own]) for n, own in EQUAL]
     ddp, *ours = train_forked(tmp_path, (1, ddp, [*flags, "--batch-size", 32]), *runs)
+    directory = tmp_path / "last"
+    shutil.copytree(ours[-1].directory / "step-00000003", directory / "step-00000003")
+    ours += train_forked(tmp_path, (*last, {"directory": directory}))
+    assert ours[-1].summary["resumed_from"] == 3
     for run in ours:
         assert_same_training(run, ddp, ROUNDING)
     norms = [line["grad_norm"] for line in ddp.train]
