@@ -2,10 +2,9 @@
 fifty trainings take a minute. processes.py starts it once, with the number of a socket; each
 connection brings one request, a line of JSON:
 
-    {"command": [...], "directory": ..., "env": {...}, "imports": modules that it needs besides,
-     "session": a session of its own, "terminal": its stdin is the terminal of its session,
-     "ignored": numbers of the signals that it ignores at its start, "namespaces": pid of a process
-     whose network, host name and mounts it has}
+     {"command": [...], "directory": ..., "env": {...}, "imports": modules that it needs besides,
+     "session": a session of its own, "ignored": numbers of the signals that it ignores,
+     "namespaces": pid of a process whose network, host name and mounts it has}
 
 It is `accelerate launch ...`, `python -m torch.distributed.run ...` or `python script.py ...`,
 whose stdin, stdout and stderr come through the socket. What these start as `python ...` are forks,
@@ -15,7 +14,6 @@ too. The answer has two lines: its pid, and at its end its exit code.
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import gc
 import importlib
@@ -29,7 +27,6 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -130,7 +127,7 @@ def become(words, environment):
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # the terminal is closed
+    except OSError:  # nobody reads, or the disk is full
         code = 120
     os._exit(code & 255)
 
@@ -167,12 +164,10 @@ def start_command(request, descriptors, connection):
     """Start a command, say its pid, and return it."""
     pid = os.fork()
     if pid == 0:
-        if request.get("session") or request.get("terminal"):
+        if request.get("session"):
             os.setsid()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
-        if request.get("terminal"):
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         close_files_but({resource_tracker._resource_tracker._fd})
         enter_namespaces(request.get("namespaces"))
         os.chdir(request["directory"])
