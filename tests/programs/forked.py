@@ -2,7 +2,7 @@
 fifty trainings take a minute. processes.py starts it once, with the number of a socket; each
 connection brings one request, a line of JSON:
 
-     {"command": [...], "directory": ..., "env": {...}, "imports": modules that it needs besides,
+    {"command": [...], "directory": ..., "env": {...}, "imports": modules that it needs besides,
      "session": a session of its own, "ignored": numbers of the signals that it ignores,
      "namespaces": pid of a process whose network, host name and mounts it has}
 
