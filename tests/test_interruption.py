@@ -92,7 +92,7 @@ def interrupted(case, directory):
             for one in (*started, process):
                 one.send_signal(signal.SIGTERM)
         else:
-            tee.send_signal(signal.SIGINT)
+            tee.terminate()  # SIGINT it ignores where these tests run in the background
             tee.communicate()
             os.killpg(process.pid, signal.SIGINT)
         code = process.wait(300)
