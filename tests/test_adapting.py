@@ -47,6 +47,7 @@ BY_LENGTH = {"by_length", "sft", "preferences", "speech", "fine_tune_speech"}
 OF_TEXT = {"by_length", "language_model", "mixture"}  # of a file as a whole
 MADE_ONCE = {"fine_tune", "masked_lm", "preferences", "sft", "token_classification", "vision_chat"}
 OF_IMAGES = "toy/photos", "toy/rare", "toy/captions"  # which are folders
+NOT_ON_CPU = {"sync_batchnorm"}
 COPIES = [(task, recipe) for task in TASKS for recipe in RECIPES[task]]
 WHISPER = "--base", "toy/whisper", "--language", "english"
 OTHER_MODELS = [("fine_tune_speech", recipe, *WHISPER) for recipe in RECIPES["fine_tune_speech"]]
@@ -282,3 +283,11 @@ def test_each_source_gives_a_task_its_samples_and_none_of_the_test_to_training(
             loaders(**{flag: [path]})
         line = str(error.value)
         assert f"{path}, row 2: " in line and "\n" not in line
+
+
+def test_each_addition_is_part_of_a_copy_of_each_recipe_that_it_is_for():
+    additions = RECIPES.keys() - set(TASKS) - NOT_ON_CPU
+    for name in additions:
+        copies = [*COPIES, *STREAMED]
+        tried = {recipe for task, recipe, *x in copies if name in added(task, recipe, x)}
+        assert tried == {*RECIPES[name]}, name

@@ -181,9 +181,10 @@ EARLY = LINE, f"        os.kill(os.getpid(), signal.SIGUSR1)\n{LINE}"
 
 
 def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_path):
-    """One that comes while the handlers are installed."""
+    """One that comes while the handlers are installed. Without a launcher, the end of the parent
+    process is no end of the run."""
     flags = ["--batch-size", 8, "--max-steps", 99]
-    text = project("interruption", train_step="step_under_nohup")
+    text = project("interruption", train_step="step_under_nohup", LAUNCHER="0")
     nohup = described_copy(tmp_path / "nohup", "ddp_cifar", project=text, flags=flags)
     nohup["ignored"] = [signal.SIGHUP]
     early = described_copy(tmp_path / "early", "ddp_cifar", EARLY, flags=flags)

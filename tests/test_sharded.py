@@ -1,6 +1,7 @@
 """The sharded training is that of ddp_cifar.py, each process holds its share, and a checkpoint is
 whole or not there."""
 
+import json
 import pickle
 import re
 import shutil
@@ -125,7 +126,7 @@ def test_bf16_follows_fp32_and_activation_checkpointing_changes_nothing(tmp_path
 
 
 @pytest.mark.slow
-def test_compiled_units_are_the_eager_ones(tmp_path):
+def test_compiled_units_are_the_eager_ones_and_a_resumed_run_repeats_them(tmp_path):
     """Also with activation checkpointing. Each unit is a graph, in training and in an evaluation:
     more than torch keeps of one function by default. "aot_eager" runs the graphs that are otherwise
     translated into C++, which takes most of the time."""
@@ -133,13 +134,19 @@ def test_compiled_units_are_the_eager_ones(tmp_path):
     line = "dynamic=False)", 'dynamic=False, backend="aot_eager")'
     script = tmp_path / "mine.py"
     copy("sharded_cifar", script, FEW_IMAGES, line, project=text + IN_FLOAT64)
-    flags = [*CNN, "--batch-size", 8, "--max-steps", 4]
+    flags = [*CNN, "--batch-size", 8, "--checkpoint-every", 2, "--keep", 9, "--max-steps", 4]
     own = [*flags, "--compile", "--activation-checkpointing"]
     eager, compiled = train_forked(tmp_path, (2, script, flags), (2, script, own), imports=COMPILER)
     graphs = [re.findall(r"graphs: (\d+)", run.output) for run in (eager, compiled)]
     assert graphs == [["0"] * 2, ["10"] * 2]
     assert_same_training(compiled, eager, ROUNDING)
     assert compiled.weights["1.1.num_batches_tracked"] == 4  # not those of recomputed activations
+
+    directory = tmp_path / "again"
+    shutil.copytree(compiled.directory / "step-00000002", directory / "step-00000002")
+    (again,) = train_forked(tmp_path, (2, script, own, {"directory": directory}), imports=COMPILER)
+    assert again.summary["resumed_from"] == 2
+    assert_same_training(again, compiled, 0)
 
 
 class Hostile:
@@ -265,3 +272,26 @@ def test_a_rank_that_cannot_read_counts_before_a_damage_that_another_one_finds(m
     monkeypatch.setattr(recipe.distributed, "all_gather_object", gather)
     with pytest.raises(OSError, match="timed out"):
         recipe.gather_or_raise(SimpleNamespace(cpu_group=None), OSError("timed out"))
+
+
+FILE_SIZE = 2**21
+
+
+@pytest.mark.slow
+def test_a_save_copies_two_files_in_host_memory(tmp_path):
+    """Not all shards: the peak of a process's resident memory in a save, and when a run that
+    resumes reads. A file has less than FILE_SIZE and a tensor, at most half of a layer."""
+    text = project("sharded_measured", FILE_SIZE=FILE_SIZE)
+    script = copy("sharded_cifar", tmp_path / "mine.py", FEW_IMAGES, project=text)
+    flags = [*CNN, "--batch-size", 8, "--max-steps", 2, "--checkpoint-every", 1]
+    where = {"directory": tmp_path / "run"}
+    (run,) = train_forked(tmp_path, (2, script, flags, where))
+    shutil.rmtree(run.directory / "step-00000002")
+    (run,) = train_forked(tmp_path, (2, script, flags, where))
+    assert run.summary["resumed_from"] == 1
+    most = 2 * (FILE_SIZE + 4 * 1024 * 1024 // 2) + 2**22  # and 4 MiB for what is not of shards
+    for rank, files in enumerate(files_of_ranks(run.directory / "step-00000002")):
+        peaks = json.loads((run.directory / f"measured.{rank}").read_text())
+        size = sum(path.stat().st_size for path in files)
+        assert most < size / 2, "a copy of all shards would be as small"
+        assert len(peaks) == 3 and max(peaks.values()) < most, peaks

@@ -48,6 +48,8 @@ def slow_upload(tracker):
 
 
 def step_under_nohup(run, *arguments):
+    if run.step == 2:
+        time.sleep(1.5)  # the Watcher looks for a launcher each second
     if run.step in (2, 5):
         os.kill(os.getpid(), signal.SIGHUP if run.step == 2 else signal.SIGTERM)
     while run.step == 5 and not run.watcher.received:  # its thread may have to wait for a core
