@@ -180,8 +180,8 @@ def main():
         model.compile(mode="reduce-overhead" if run.accumulation == 1 else "default")
     check_weights_are_fp32(model, args.precision)
     optimizer, scheduler = make_optimizer(model, args, run.total_steps)
-    if accelerator.scaler:  # which calls a fused one even if it skips, and the schedule would go on
-        optimizer._step_supports_amp_scaling = False
+    # Or the scaler calls a fused one even if it skips, and the schedule would go on.
+    optimizer._step_supports_amp_scaling = False
     # Not the scheduler: Accelerate would advance it once per process in each step.
     model, optimizer = accelerator.prepare(model, optimizer)
     model.broadcast_buffers = bool(training_buffers(model))  # by DDP, in each step
@@ -303,7 +303,7 @@ def cifar10(directory, accelerator):
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
-            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
+            test_set = torchvision.datasets.CIFAR10(directory, train=False)
         except (OSError, RuntimeError) as error:
             exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]

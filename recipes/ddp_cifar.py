@@ -257,7 +257,7 @@ def cifar10(directory, accelerator):
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         try:
             train_set = torchvision.datasets.CIFAR10(directory, train=True, download=True)
-            test_set = torchvision.datasets.CIFAR10(directory, train=False, download=True)
+            test_set = torchvision.datasets.CIFAR10(directory, train=False)
         except (OSError, RuntimeError) as error:
             exit_with_error(f"--data-dir {directory}: {error}: use --data synthetic")
     return [(torch.from_numpy(x.data), torch.tensor(x.targets)) for x in (train_set, test_set)]

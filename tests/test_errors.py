@@ -80,7 +80,7 @@ def test_an_output_directory_that_cannot_be_written_is_one_line(tmp_path):
 def test_cifar10_that_is_missing_or_damaged_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     accelerator = MagicMock()
-    with pytest.raises(Exit, match=f"--data-dir {tmp_path}: .*: use --data synthetic"):
+    with pytest.raises(Exit, match=f"--data-dir {tmp_path}: .*refused.*: use --data synthetic"):
         recipe.cifar10(tmp_path, accelerator)
     for first in (accelerator.main_process_first, accelerator.local_main_process_first):
         assert first().__enter__.called, "where machines share a directory, and where not"

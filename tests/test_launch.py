@@ -90,7 +90,7 @@ def test_the_users_number_of_threads_is_taken(start, environment, flags, threads
 def test_a_rank_that_sees_its_own_gpu_alone_takes_it(start):
     """torchrun --virtual-local-rank and Slurm's --gpus-per-task show each rank one GPU. Accelerate
     would take the one with the number of the rank."""
-    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     start(environment=environment, sees=4, **{**TWO_GPUS, "device_count": 1})
     assert start.devices == [0] and os.environ["LOCAL_RANK"] == "0"
 

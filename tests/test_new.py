@@ -114,6 +114,8 @@ NOT_FITTING = [
     (["ema"], ("values, grad_norm =", "values, norm ="), "ema.diff does not fit"),
     (["ema"], (FLAGS, f"{FLAGS}\n{FLAGS}"), "ema.diff does not fit"),
     (["ema"], (NEW, f"\n\nRANK = 1\n{NEW}"), "RANK (line "),
+    (["clip"], ("def train_step(", "def one_step("), "clip.diff does not fit train_step"),
+    (["streaming"], (), "text_to_image: name it behind one of these"),
     (["ema"], ('"""Train ', 'text = """Train '), "has no docstring"),
     (["ema"], ("import argparse", "import argparse,"), "own.py, line "),
     (["lora"], ('= ["torch', '= [  # ours\n#     "torch'), "script: peft>=0.21"),
@@ -254,7 +256,7 @@ def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, t
     make("new", "mine/train.py", TASK, "--split")
     make("new", "mine/other.py", "language_model", "--split", recipe="sharded")
     infrastructure = (tmp_path / "mine/infrastructure.py").read_text()
-    make("add", "mine/train.py", "trace", "best_weights")
+    assert make("add", "mine/train.py", "trace", "best_weights")[1].startswith("make check COPY=")
     make("new", "theirs/train.py", TASK, "trace", "best_weights", "--split")
     ours, theirs = ((tmp_path / x / "train.py").read_text() for x in ("mine", "theirs"))
     assert ours == theirs and "# =====" not in ours

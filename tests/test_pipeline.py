@@ -80,11 +80,14 @@ def test_a_loss_in_bf16_is_computed_in_fp32():
     assert loss.dtype == torch.float32, "the outputs come from the first stage in bf16"
 
 
-CUTS = [("cifar", None, "layer3.0"), ("imagenet", "layer1.2", "layer1.2")]
+# A stem, the height of its outputs for images of 32, --split, and where the second stage begins.
+CUTS = [("cifar", 32, None, "layer3.0"), ("imagenet", 8, "layer1.2", "layer1.2")]
 
 
-@pytest.mark.parametrize(("stem", "split", "begin"), CUTS)
-def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin, monkeypatch):
+@pytest.mark.parametrize(("stem", "height", "split", "begin"), CUTS)
+def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(
+    stem, height, split, begin, monkeypatch
+):
     models = recipe.torchvision.models
     monkeypatch.setattr(models, "resnet50", partial(models.resnet50, width_per_group=8))
     flags = SimpleNamespace(model="resnet50", stem=stem, split=split)
@@ -97,6 +100,9 @@ def test_the_stages_in_a_row_are_resnet50_wherever_it_is_cut(stem, split, begin,
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(chain(images), model(images))
+        assert chain(images).shape == (2, 10)
+        assert nn.Sequential(*list(model.children())[:4])(images).shape == (2, 64, height, height)
+    assert model.conv1.bias is None and not model.layer1[0].bn3.weight.any()
 
 
 class OwnForward(nn.Sequential):
