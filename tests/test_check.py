@@ -72,6 +72,7 @@ def test_where_rounding_decides_a_lower_rate_tells_more(checked):
     assert code == 0 and runs["2 processes"]["verdict"] == "the same", output
     assert re.search(r"^perturbed: judges [1-4] of 5 steps$", output, re.MULTILINE), output
     assert "perturbed: judges 5 of 5 steps" in output
+    assert "a lower rate amplifies less: --lr 0.8\n" in output
     assert runs["1 process"]["flags"][-2:] in (["--lr", 0.8], ["--lr", 0.008])
 
 

@@ -267,10 +267,12 @@ def test_a_line_names_the_slowest_rank_nan_is_null_in_json_and_what_is_printed_i
 def test_tensorboard_has_the_lines_of_metrics_and_no_epochs_evaluate_weights(tmp_path):
     """As their training did. No file changes."""
     names = "ddp", "pipeline", "sharded"
-    scripts = [copy(f"{name}_cifar", tmp_path / f"{name}.py", *SHORT) for name in names]
+    own = '\naccelerate.tracking.TensorBoardTracker.finish = lambda tracker: print("finished")'
+    scripts = [copy(f"{x}_cifar", tmp_path / f"{x}.py", *SHORT, project=own) for x in names]
     flags = [*CNN, "--batch-size", 64, "--epochs", 1, "--tracker", "tensorboard"]
     trained = train_forked(tmp_path, *((2, script, flags) for script in scripts))
     assert_tensorboard_has_the_lines(trained[0])
+    assert "finished" in trained[0].output  # Weights & Biases sends its last lines then
     files = [path for run in trained for path in run.directory.rglob("*") if path.is_file()]
     before = [path.read_bytes() for path in files]
     runs = []

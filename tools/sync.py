@@ -80,7 +80,7 @@ def updated_infrastructure(path, newest):
 
 def main(paths):
     _, banner, newest = parts(REFERENCE)
-    title = re.sub("( [0-9a-f]{12})?:", f" {checksum(newest)}:", banner.strip("# =\n"), count=1)
+    title = re.sub("( [0-9a-f]{12})?:", f" {checksum(newest)}:", banner.strip("# =\n"))
     banner = f"# {' ' + title:=>98}\n"
     results = {}
     for path in paths:
