@@ -26,14 +26,15 @@ def test_a_training_in_bf16_follows_that_in_fp32(name, tmp_path):
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Call `set_precision` for a device that has bf16, or not, with a launch config."""
+    """Call `set_precision` for a device that has bf16, or not, with a launch config. The CPU of a
+    GPU that has bf16 has none."""
 
     def call(flag=None, config="no", gpu=False, bf16=True):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", config)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
-        capabilities = {"avx2": True, "avx512_bf16": bf16}
+        capabilities = {"avx2": True, "avx512_bf16": bf16 != gpu}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
         args = SimpleNamespace(precision=flag, cpu=False)
         recipe.set_precision(args)
@@ -47,6 +48,7 @@ def test_the_flag_is_taken_before_the_config_and_that_before_what_the_device_has
     assert choose("fp32", "bf16") == "fp32"
     assert choose(None, "bf16", bf16=False) == "bf16"
     assert choose() == "bf16"
+    assert choose(gpu=True) == "bf16"
     assert choose(gpu=True, bf16=False) == "fp16"
     assert choose(gpu=False, bf16=False) == "fp32"
     assert choose(None, "fp16", gpu=True) == "fp16"

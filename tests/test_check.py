@@ -34,7 +34,9 @@ def checked(tmp_path, monkeypatch, capsys):
         results = json.loads(Path("runs/check/my copy.json").read_text())
         stay = Path("runs/check/my copy").exists()
         assert stay == (end.value.code > 0), "runs that fail or differ stay"
-        return end.value.code, capsys.readouterr().out, {x["name"]: x for x in results["runs"]}
+        named = {x["name"]: x for x in results["runs"]}
+        assert len(named) == len(results["runs"])
+        return end.value.code, capsys.readouterr().out, named
 
     return run
 
@@ -52,6 +54,7 @@ def test_a_good_copy_is_the_same_in_every_way(checked):
     assert half["verdict"] == "reported" and f"{half['name']}: {half['remark']}\n" in output
     assert perturbed["flags"][:2] == ["--hang-timeout", check.LEAST_PATIENCE], "the last one counts"
     assert {x["verdict"] for x in more} <= {"the same", "bit for bit"}
+    assert [x["copy"] for x in more] == ["my copy.py", "my copy.py", "sharded.py"]
     assert killed["verdict"] == "bit for bit" and killed["against"] == more[0]["name"]
     assert killed["tasks"] == ["step-00000001", "step-00000002", "train"]
     for way in (perturbed, *more, killed):
