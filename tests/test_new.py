@@ -120,7 +120,7 @@ NOT_FITTING = [
     (["ema"], ('"""Train ', 'text = """Train '), "has no docstring"),
     (["ema"], ("import argparse", "import argparse,"), "own.py, line "),
     (["lora"], ('= ["torch', '= [  # ours\n#     "torch'), "script: peft>=0.21"),
-    (["photos"], ("\n\ndef build_", "\n\n# Ours:\ndef build_"), "build_model of the"),
+    (["ema", "photos"], ("\n\ndef build_", "\n\n# Ours:\ndef build_"), "build_model of the"),
     (["photos", "table"], (), "photos and table both have add_flags"),
     # The copy has the names of what an example brings.
     (["ema"], (NEW, f"\n\nif RANK:\n    add_ema_flags = 0\n{NEW}"), "add_ema_f"),
@@ -156,6 +156,7 @@ def test_a_new_copy_hides_no_module_overwrites_nothing_and_has_examples_of_its_r
 
 IMPORTED = "from torch.utils.data import DataLoader, Dataset"
 BELOW_THE_IMPORTS = """, Subset
+import torch.backends.cudnn
 try:
     import apex
 except ImportError:
@@ -312,6 +313,7 @@ def test_imports_are_sorted_whatever_the_version_of_python_by_ruff(monkeypatch):
 def test_make_new_alone_and_an_unknown_name_list_the_examples():
     listed = run(["make", "-s", "new"]).stdout
     assert listed.count("\n    ") == len(new.EXAMPLES)
+    assert all(f"\n\n{group}:\n" in listed for group in new.GROUPS)
     unknown = run(["make", "-s", "new", "COPY=/tmp/none.py", "WITH=photo"], check=False)
     assert unknown.returncode == 2 and "nothing was written: there is no " in unknown.stderr
     assert listed.strip() in unknown.stderr
