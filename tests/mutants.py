@@ -186,7 +186,7 @@ def run(chosen, found, known, limit):
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
         (clone / ".venv").symlink_to((ROOT / ".venv").resolve())
         for path in (clone / "pyproject.toml", *clone.glob("constraints*.txt")):
-            os.utime(path, (10**9, 10**9))  # or make would install the clone
+            os.utime(path, (0, 0))  # or make would install the clone
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # mutants of one size and second are different
         sys.path[:1] = [str(clone / "tests"), str(clone / "recipes")]
         server = importlib.import_module("conftest").fork_server()
@@ -198,7 +198,7 @@ def run(chosen, found, known, limit):
                 with suppress(psutil.Error):  # it has ended
                     if "resource_tracker" not in " ".join(process.cmdline()):  # the server's own
                         process.kill()
-            subprocess.run(["git", "-C", clone, "checkout", "--quiet", "."], check=True)
+            subprocess.run(["git", "checkout", "--quiet", *FILES], cwd=clone, check=True)
             seconds = round(time.monotonic() - began)
             line = {"mutant": key, "function": function, "seen": seen, "seconds": seconds}
             file.write(json.dumps(line) + "\n")
