@@ -265,6 +265,9 @@ def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, t
     files = {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()}
     assert files.keys() == {"train.py", "other.py", "infrastructure.py"}
     assert files["infrastructure.py"] == infrastructure
+    (tmp_path / "mine/train.py").write_text(f"{ours}oh no\n")
+    with pytest.raises(SyntaxError, match=r"train.py, line \d+"):
+        make("add", "mine/train.py", "ema")
     (tmp_path / "mine/infrastructure.py").write_text(infrastructure + "# edited\n")
     with pytest.raises(ValueError, match=r"infrastructure.py is not the newest: make sync COPY="):
         make("new", "mine/third.py", TASK, "--split")

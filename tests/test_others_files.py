@@ -84,6 +84,8 @@ def test_a_line_does_not_control_the_terminal(capsys, tmp_path, monkeypatch):
     first, *lines = capsys.readouterr().err.splitlines()
     assert (first, lines[0]) == ("Traceback", "  a[2J") and lines[1].endswith("error: a")
     assert "\\u001b" not in (tmp_path / "error").read_text()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path))  # which cannot be written
+    recipe.log_error("a")
 
 
 @pytest.mark.skipif(os.getuid(), reason="needs root, to give a folder to another user")
