@@ -38,7 +38,8 @@ def make(monkeypatch, tmp_path):
     """A function that does what `make new` or `make add` does, and returns the lines it prints."""
 
     def run(action, path, *examples, recipe="ddp"):
-        words = [action, str(tmp_path / path), "--recipe", recipe, "--with", *examples]
+        words = [action, str(tmp_path / path), "--recipe", recipe]
+        words += ["--with", *examples] if examples else []
         monkeypatch.setattr(sys, "argv", ["new.py", *words])
         return new.main()
 
@@ -147,6 +148,9 @@ def test_a_new_copy_hides_no_module_overwrites_nothing_and_has_examples_of_its_r
             make("new", name)
     with pytest.raises(ValueError, match="gan is for ddp"):
         make("new", "own.py", "gan", recipe="pipeline")
+    for action, recipe in (("news", "ddp"), ("new", "gan")):
+        with pytest.raises(SystemExit):
+            make(action, "own.py", recipe=recipe)
     assert not any(tmp_path.iterdir())
     (tmp_path / "own.py").write_text("mine")
     with pytest.raises(FileExistsError):
@@ -271,6 +275,7 @@ def test_an_example_is_added_to_a_script_that_imports_the_infrastructure(make, t
     (tmp_path / "mine/infrastructure.py").write_text(infrastructure + "# edited\n")
     with pytest.raises(ValueError, match=r"infrastructure.py is not the newest: make sync COPY="):
         make("new", "mine/third.py", TASK, "--split")
+    make("new", "mine/whole.py", TASK)
     assert not (tmp_path / "mine/third.py").exists()
 
 

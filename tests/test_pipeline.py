@@ -81,7 +81,7 @@ def test_a_loss_in_bf16_is_computed_in_fp32():
 
 
 # A stem, the height of its outputs for images of 32, --split, and where the second stage begins.
-CUTS = [("cifar", 32, None, "layer3.0"), ("imagenet", 8, "layer1.2", "layer1.2")]
+CUTS = [("cifar", 32, "layer1.2", "layer1.2"), ("imagenet", 8, None, "layer3.2")]
 
 
 @pytest.mark.parametrize(("stem", "height", "split", "begin"), CUTS)
