@@ -32,7 +32,12 @@ TWO = ["--chunks", 2]  # more would take more time
 IN_PLACE = {"build_model": "model_that_works_in_place", "compute_loss": "weighted_loss"}
 CASES = {
     "weighted": (IN_PLACE, [], (2, 4)),
-    "frozen": ({"build_model": "model_with_a_frozen_stage"}, ["--clip-norm", 0.05], (4,)),
+    # Clipped also in a step without a line.
+    "frozen": (
+        {"build_model": "model_with_a_frozen_stage"},
+        ["--clip-norm", 0.05, "--log-every", 5],
+        (4,),
+    ),
     # Of all chunks.
     "batchnorm": ({"build_model": "model_with_batchnorm"}, ["--clip-norm", 0.05], (2,)),
 }

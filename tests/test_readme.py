@@ -84,7 +84,8 @@ def test_the_flags_that_a_resumed_run_may_change():
         free |= {*module.Checkpoints.may_differ.split(), *re.findall(r"\w+", str(own))}
     actions = [action for parser in PARSERS.values() for action in parser._actions]
     assert all(action.help for action in actions)
-    assert all(action.choices for action in actions if action.dest == "precision")
+    chosen = {"data", "model", "precision", "schedule", "stem"}
+    assert all(action.choices for action in actions if action.dest in chosen)
     free &= {action.dest for action in actions}
     free = {"--" + name.replace("_", "-") for name in free}
     assert named == free - {"--output-dir", "--weights"}
