@@ -152,6 +152,7 @@ MISTAKES = {
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
     "no such block": (lambda: cut(linear, linear, split="9"), "--split: 9 is not one of 1"),
     "empty stage": (lambda: cut(linear, nn.ReLU()), "--split: 1 gives a stage without parameters"),
+    "empty first stage": (lambda: cut(nn.ReLU(), linear), "gives a stage without parameters"),
     "tied over the cut": (lambda: cut(linear, linear), "share a parameter (tied weights): choose"),
     "dictionary": (lambda: last_stage({"x": images, "y": labels}), "must be two tensors"),
     "other shapes": (lambda: last_stage((images[:, :1], labels)), "not [(4, 1), (4,)]"),
@@ -163,6 +164,7 @@ MISTAKES = {
 def test_a_mistake_is_one_line_that_names_it(mistake):
     call, said = MISTAKES[mistake]
     assert len(last_stage((images[:3], labels[:3]))[0]["loss"]) == 3, "an incomplete batch is none"
+    check_division(2, chunks=1)
     with pytest.raises(Exit, match=re.escape(said)):
         call()
 
