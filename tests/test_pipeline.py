@@ -122,7 +122,7 @@ def cut(*blocks, split="1"):
     recipe.cut(blocks, flags.split)
 
 
-def check_division(world_size=1, **more):
+def check_division(world_size, **more):
     flags = {"batch_size": 64, "chunks": 8, "schedule": "gpipe"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "WORLD_SIZE", world_size)
@@ -146,7 +146,6 @@ def last_stage(batch, keys=("loss",)):
 
 linear, images, labels = nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4)
 MISTAKES = {
-    "one process": (lambda: check_division(chunks=7), "takes two processes, not 1: launch"),
     "uneven": (lambda: check_division(2, batch_size=100), "--chunks: choose a divisor of 100"),
     "1f1b": (lambda: check_division(2, schedule="1f1b", chunks=1), "1f1b needs at least 2"),
     "own forward": (lambda: recipe.model_blocks(OwnForward(linear)), "cannot cut OwnForward"),
@@ -167,6 +166,11 @@ def test_a_mistake_is_one_line_that_names_it(mistake):
     check_division(2, chunks=1)
     with pytest.raises(Exit, match=re.escape(said)):
         call()
+
+
+@pytest.mark.copied("pipeline_cifar")
+def test_one_process_is_one_error_line(outcome):
+    assert outcome.codes == [2] and "takes two processes, not 1: launch" in outcome.output
 
 
 TIED = project(

@@ -222,6 +222,7 @@ def test_a_module_of_two_units_is_an_error_that_names_it_if_it_has_parameters(mo
     assert policies[-1].output_dtype == torch.float32
     with pytest.raises(Exit, match=r"shard_units: 0\.1 is in more than one unit"):
         shard(nn.Linear(4, 4))
+    assert len(recipe.shard_units(recipe.torchvision.models.resnet50())) == 16, "its blocks"
 
 
 @pytest.mark.slow
