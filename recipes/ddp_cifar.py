@@ -274,7 +274,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure 227977efe24a: identical in all recipes, edit only above it
+# ================= shared infrastructure bad3d5c2e8fb: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -572,7 +572,7 @@ class Metrics:
             console=self.console, disable=plain, redirect_stdout=False, redirect_stderr=False
         )
         self.bar = self.progress.add_task("steps", total=run.total_steps, completed=run.step)
-        self.console.print_json(data={**run.config, "resumed_from": run.step}, highlight=False)
+        self.console.print_json(data={**run.config, "resumed_from": run.step})
         self.progress.start()
         self.console.show_cursor()  # a killed run would leave it hidden
         self.start_interval()
@@ -652,7 +652,7 @@ class Metrics:
         self.progress.stop()
         results = {"resumed_from": run.resumed_from, **self.latest_values}
         results["seconds"] = time.time() - self.started
-        self.console.print_json(data=results, highlight=False)
+        self.console.print_json(data=results)
         summary = run.directory / "summary.json"
         has_trained = run.step > run.resumed_from or run.total_steps == 0
         if has_trained or not summary.exists():

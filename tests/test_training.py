@@ -217,7 +217,7 @@ def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, m
     assert live.index("\x1b[?25h") < live.index("step 2/4"), "a kill would leave no cursor"
     assert re.search(r"\x1b\[38;5;\d+m━", live)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live)
-    assert re.search("steps ━+ 100%", text)
+    assert re.search("steps ━+ 100%", text) and "eta" not in text
     lines = [x for x in re.split(r"[\r\n]+", text) if x.startswith("step ")]
     assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4", "step 4/4"]
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 3
@@ -243,7 +243,7 @@ def test_a_compiled_model_learns_the_same_and_keeps_its_names(lines, tmp_path):
     assert_same_training(compiled, eager, ROUNDING)
 
 
-NAN = '"accuracy": logits.argmax(1) == labels}', '"iou": logits[:, 0] * math.nan}'
+NAN = '"accuracy": logits.argmax(1) == labels}', '"[iou]": logits[:, 0] * math.nan}'
 SLOW = (
     "        batch = next(batches)\n",
     "        batch = next(batches)\n        time.sleep(RANK / 5)\n",
@@ -259,8 +259,9 @@ def test_a_line_names_the_slowest_rank_nan_is_null_in_json_and_what_is_printed_i
     for line in outputs(outcome.directory / "run").train:
         assert line["slowest_rank"] == 1 and line["data_wait"] * line["seconds"] > 0.2
     assert outcome.output.count("a last line that is not flushed\n") == 2
+    assert outcome.output.count(" [iou] nan ") == 2
     text = (outcome.directory / "run/metrics.jsonl").read_text()
-    assert [text.count(f'"{name}": null') for name in ("iou", "test_iou")] == [2, 1]
+    assert [text.count(f'"{name}": null') for name in ("[iou]", "test_[iou]")] == [2, 1]
     assert "NaN" not in text + (outcome.directory / "run/summary.json").read_text()
 
 
@@ -283,6 +284,8 @@ def test_tensorboard_has_the_lines_of_metrics_and_no_epochs_evaluate_weights(tmp
     for script, run in zip(scripts, trained, strict=True):
         weights = ["--epochs", 0, "--weights", run.directory / "model.safetensors"]
         where = {"directory": tmp_path / f"again-{script.stem}"}
+        where["directory"].mkdir()
+        (where["directory"] / "summary.json").write_text("of an earlier evaluation")
         runs.append((2, script, [*CNN, "--batch-size", 64, *weights], where))
     for evaluated, result in zip(train_forked(tmp_path, *runs), trained, strict=True):
         (line,) = evaluated.evaluations
