@@ -194,16 +194,21 @@ def test_under_nohup_a_hangup_is_ignored_and_no_signal_is_lost_at_the_start(tmp_
 
 
 def test_a_worker_of_a_dataloader_does_not_outlive_its_rank():
-    """In a sample that never ends. It blocks SIGTERM, by which multiprocessing would end it."""
+    """In a sample that never ends. It blocks SIGTERM, by which multiprocessing would end it. The
+    last lines of the rank cannot be written."""
     read, write = os.pipe()
     if (process := os.fork()) == 0:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000])
-        worker.start()
-        os.write(write, str(worker.pid).encode())
-        recipe.exit_now(0)
+        with contextlib.suppress(OSError):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000])
+            worker.start()
+            os.write(write, str(worker.pid).encode())
+            sys.stdout = open("/dev/full", "w")
+            print("a last line")
+            recipe.exit_now(0)
+        os._exit(1)
     worker = int(os.read(read, 20))
-    os.waitpid(process, 0)
+    assert os.waitpid(process, 0)[1] == 0
     wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie")
 
 
