@@ -409,11 +409,8 @@ def main():
     if len(problems) == 1 and last["tasks"][1:] and last["verdict"].startswith("differs"):
         causes.insert(0, AFTER_A_KILL)
     remarks = [f"{x['name']}: {x['remark']}" for x in runs if x["remark"]]
-    unknown = [
-        f"{x['name']}: {x['verdict']}; later, rounding decides {x['undecided']}"
-        for x in runs
-        if x["undecided"]
-    ]
+    line = "{name}: {verdict}; later, rounding decides {undecided}"
+    unknown = [line.format(**run) for run in runs if run["undecided"]]
     console.print(table, *problems, *unknown, *remarks, *causes, sep="\n", soft_wrap=True)
     text = json.dumps(content, indent=1, default=str)
     results.write_text(f"{text}\n")

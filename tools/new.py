@@ -268,9 +268,8 @@ def unused_imports(own, block=""):
 
 def sorted_imports(text):
     """Sort and merge the imports, as the rules of this repository say."""
-    command = [sys.executable, "-m", "ruff", "check", "--fix", "--exit-zero", "--quiet"]
-    command += ["--select", "I", "--config", ROOT / "pyproject.toml"]
-    command += ["--stdin-filename", "copy.py", "-"]
+    words = "-m ruff check --fix --exit-zero --quiet --select I --stdin-filename copy.py -"
+    command = [sys.executable, *words.split(), "--config", ROOT / "pyproject.toml"]
     done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise ValueError(f"{done.stderr.strip()}: pip install ruff")
@@ -356,8 +355,7 @@ def add(target, examples):
     """Put examples into a copy. Return its recipe, and the lines to print."""
     own, _, block = parts(target)
     recipe = recipe_of(own)
-    split = is_split(own)
-    write(target, compose(target, target.name, recipe, examples, adds=True, split=split))
+    write(target, compose(target, target.name, recipe, examples, adds=True, split=is_split(own)))
     unused = unused_imports(parts(target)[0], block) - unused_imports(own, block)
     lines = [f"not used any more (F401): {', '.join(sorted(unused))}"] if unused else []
     check = f'make check COPY={shlex.quote(str(target))} ARGS="your flags"'

@@ -61,9 +61,8 @@ def draw(runs):
     if not panels:
         sys.exit(f"plot: no metrics yet in {', '.join(runs)}: wait for the first line")
     rows = math.ceil(len(panels) / 2)
-    figure, grid = pyplot.subplots(
-        rows, 2, figsize=(9, 2.6 * rows), sharex=True, squeeze=False, layout="constrained"
-    )
+    options = {"figsize": (9, 2.6 * rows), "layout": "constrained"}
+    figure, grid = pyplot.subplots(rows, 2, sharex=True, squeeze=False, **options)
     handles = {}
     for axes, key in zip(grid.flat, panels, strict=False):
         for index, (directory, (curves, steps_per_epoch)) in enumerate(runs.items()):

@@ -37,11 +37,9 @@ def hardware(gpus):
     answer = subprocess.run(tried, capture_output=True, text=True)
     if answer.returncode:
         sys.exit(f"{gpus} GPU(s), but {answer.stderr.strip().splitlines()[-1]}")
-    asked = "--query-gpu=driver_version,memory.total,power.limit"
+    asked = "nvidia-smi --format=csv,noheader --id=0 --query-gpu=driver_version,memory.total,"
     try:
-        details = subprocess.check_output(
-            ["nvidia-smi", asked, "--format=csv,noheader", "--id=0"], text=True
-        )
+        details = subprocess.check_output(f"{asked}power.limit".split(), text=True)
     except (OSError, subprocess.CalledProcessError):  # not of NVIDIA, or in a container
         return f"{gpus} x {answer.stdout.strip()}"
     driver, memory, power = details.strip().split(", ")

@@ -153,9 +153,8 @@ def check_names(path, own, block):
         ours = imported(node) if is_import else dict.fromkeys(names(text)[0], "")
         found += [(name, node.lineno) for name, x in ours.items() if theirs.get(name, x) != x]
     if listed := ", ".join(f"{name} (line {line})" for name, line in found):
-        raise ValueError(
-            f"{path}: names on both sides of the line '# =====': {listed}: rename yours"
-        )
+        why = f"names on both sides of the line '# =====': {listed}"
+        raise ValueError(f"{path}: {why}: rename yours")
 
 
 @lru_cache(200)

@@ -71,8 +71,7 @@ def updated_infrastructure(path, newest):
     for script in sorted(path.parent.glob("*.py")):
         for node in ast.parse(script.read_text("utf-8"), script).body:
             if isinstance(node, ast.ImportFrom) and node.module == path.stem:
-                gone = {alias.name for alias in node.names} - names(newest)[0]
-                if gone:
+                if gone := {alias.name for alias in node.names} - names(newest)[0]:
                     what = "the newest shared block does not define"
                     raise ValueError(f"{script}: {what} {', '.join(sorted(gone))}")
     return infrastructure()

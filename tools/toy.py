@@ -157,12 +157,9 @@ def whisper(folder):
     tokenizer = transformers.WhisperTokenizer(numbers, [], extra_special_tokens=special)
     extractor = transformers.WhisperFeatureExtractor(chunk_length=3)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
-    sizes = {
-        f"{part}_{name}": size
-        for part in ("encoder", "decoder")
-        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))
-    }
-    sizes |= {"d_model": 64, "max_source_positions": 150, "max_target_positions": 32}
+    sizes = {"d_model": 64, "max_source_positions": 150, "max_target_positions": 32}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 128}
     ends |= {"decoder_start_token_id": start}
     config = transformers.WhisperConfig(vocab_size=len(tokens), **sizes, **ends)
     model = transformers.WhisperForConditionalGeneration(config)
@@ -511,7 +508,6 @@ def recognizers(folder):
 
 def table(folder, rows=20000):
     """Columns of numbers in Parquet: y = a sin(b) + c / 3."""
-    import pyarrow
     import pyarrow.parquet
 
     a, b, c = 2 * math.pi * numpy.random.rand(3, rows)

@@ -28,11 +28,8 @@ def read_weights(path):
     if path.is_dir():
         reader = dcp.HuggingFaceStorageReader(path)
         saved = reader.read_metadata().state_dict_metadata
-        shards = {
-            name: torch.empty(x.size, dtype=x.properties.dtype)
-            for name, x in saved.items()
-            if name.startswith(NAME)
-        }
+        saved = {name: x for name, x in saved.items() if name.startswith(NAME)}
+        shards = {k: torch.empty(x.size, dtype=x.properties.dtype) for k, x in saved.items()}
         dcp.load(shards, storage_reader=reader, no_dist=True)
         weights |= {name.removeprefix(NAME): x for name, x in shards.items()}
     return OrderedDict((name, x) for name, x in weights.items() if torch.is_tensor(x))
