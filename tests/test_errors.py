@@ -5,6 +5,7 @@ exception; some, of which processes have to tell each other, by a copy of the re
 import pickle
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,6 +331,14 @@ def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
     number = int(re.search(r"line (\d+) of", line)[1])
     line = (outcome.directory / "mine.py").read_text().splitlines()[number - 1]
     assert "raise" in line
+
+
+def test_an_error_in_a_thread_of_a_rank_that_waits_is_raised_there(monkeypatch):
+    """The main thread alone can set the handler of a signal that ends the wait."""
+    ours = load(RECIPE)
+    monkeypatch.setattr(ours, "LOCAL_RANK", 1)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit, match="^a mistake$"):
+        pool.submit(ours.exit_with_error, "a mistake").result()
 
 
 EXITS = project("interruption", load_data="data_of_persistent_workers")
