@@ -76,7 +76,7 @@ def assert_same_training(ours, theirs, atol, ignored=()):
     """Two trainings have the same weights, and the same lines but for what is measured."""
     for lines, expected in ((ours.train, theirs.train), (ours.evaluations, theirs.evaluations)):
         for line, other in zip(lines, expected, strict=True):
-            for name in other.keys() - {*MEASURED, *ignored}:
+            for name in (line.keys() | other.keys()) - {*MEASURED, *ignored}:
                 same = line[name] == other[name] or abs(line[name] - other[name]) <= atol
                 assert same, f"{name} {line[name]} and {other[name]} in step {other['step']}"
     assert theirs.train, "nothing was trained"

@@ -164,10 +164,12 @@ def test_a_dataset_in_both_loaders_has_epoch_0_in_an_evaluation_and_then_that_of
 
 @needs_real_data
 def test_cifar10_is_read_whole():
-    (images, labels), (_, test_labels) = recipe.cifar10(REAL_DATA, Accelerator(cpu=True))
+    args = SimpleNamespace(data="cifar10", data_dir=REAL_DATA, batch_size=8, seed=0)
+    train, test = (x.dataset for x in recipe.load_data(args, Accelerator(cpu=True)))
+    images, labels = train.images[:, 4:-4, 4:-4], train.labels
     assert images.shape == (50_000, 32, 32, 3) and images.dtype == torch.uint8
     assert labels.bincount().tolist() == [5000] * 10
-    assert test_labels.bincount().tolist() == [1000] * 10
+    assert test.labels.bincount().tolist() == [1000] * 10
     assert labels[:5].tolist() == [6, 9, 9, 4, 1]  # frog, truck, truck, deer, automobile
     pixels = images[::50].reshape(-1, 3) / 255
     torch.testing.assert_close(pixels.mean(0), torch.tensor(NORMALIZE.mean), rtol=0, atol=0.01)

@@ -78,6 +78,7 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
     [
         ({"OMP_NUM_THREADS": "1"}, [], 1),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a launcher's default"}, [], 3),
+        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "the user's own"}, [], 4),
         ({"OMP_NUM_THREADS": "4"}, ["--threads", "2"], 2),
         ({"LOCAL_WORLD_SIZE": "8"}, [], 1),
     ],
@@ -129,8 +130,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(start, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", write_programs(tmp_path, **{"nvidia-smi": ""}))
     with pytest.raises(Exit, match=cannot):
         start(**old)
+    assert not start(**TWO_GPUS).accelerator.cpu
     run = start(environment={"CUDA_VISIBLE_DEVICES": ""}, **old)
-    assert run.accelerator.cpu and run.args.log_every == 10 and start.devices == []
+    assert run.accelerator.cpu and run.args.log_every == 10 and start.devices == [0]
 
 
 def test_processes_that_do_not_see_each_other_are_an_error(start):
