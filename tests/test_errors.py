@@ -65,6 +65,8 @@ def test_a_launcher_that_is_told_to_use_the_cpu_is_heard_if_it_starts_all_proces
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(Exit, match="give --cpu to the recipe alone"):
         parse()
+    monkeypatch.setattr(recipe, "WORLD_SIZE", 2)
+    assert parse().cpu
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     assert not parse().cpu
 
@@ -207,7 +209,7 @@ ARGS = SimpleNamespace(batch_size=8, seed=0)
 SAMPLES = list(range(24))  # a list is a dataset, too
 loader = partial(data.DataLoader, SAMPLES)
 TRAIN = loader(8, shuffle=True, drop_last=True)
-TEST = loader(8)
+TEST = loader(6)  # of any size
 RANDOM = RandomSubset(SAMPLES)
 OWN_BATCHES = OwnBatchSampler(data.RandomSampler(SAMPLES), 8, True)
 OWN_SAMPLER = "training needs a map-style Dataset, and no sampler"

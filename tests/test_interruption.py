@@ -133,15 +133,15 @@ def test_a_rank_whose_launcher_died_before_it_connects_ends(tmp_path):
 
 
 def test_a_rank_that_starts_late_is_waited_for_longer_than_the_launchers_store(tmp_path):
-    """The launcher's store is there first, here in this process."""
+    """The launcher's store is there first, here in this process. The second run has no launcher."""
     impatient = "timedelta(minutes=1)", "timedelta(seconds=2)"
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     run = {"project": "\n\ntime.sleep(6 * RANK)", "processes": 2}
-    late = described_copy(tmp_path / "late", "ddp_cifar", impatient, **run)
+    late, other = (described_copy(tmp_path / x, "ddp_cifar", impatient, **run) for x in "ab")
     environment = {"MASTER_PORT": str(port), **OF_LAUNCHER}
-    ((codes, output),) = forked([{**late, "env": environment}], tmp_path)
-    assert codes == [0, 0] and store.num_keys() > 1, output
+    answers = forked([{**late, "env": environment}, other], tmp_path, together=2)
+    assert [codes for codes, _ in answers] == [[0, 0]] * 2 and store.num_keys() > 1, answers
 
 
 def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_ends(tmp_path):
@@ -154,7 +154,7 @@ def test_ctrl_c_is_answered_at_once_and_ctrl_backslash_ends_a_step_that_never_en
 
 
 def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(tmp_path):
-    """Not even what a tracker has to upload when the other rank is ready to end."""
+    """Not even what a tracker uploads for long when the other rank is ready to end."""
     replaced = {"compute_loss": "evaluation_that_is_signalled"}
     replaced["accelerate.tracking.TensorBoardTracker.finish"] = "slow_upload"
     text = project("interruption", **replaced)
@@ -164,7 +164,7 @@ def test_a_signal_in_an_evaluation_stops_after_the_next_batch_and_loses_nothing(
         described_copy(tmp_path / x, "ddp_cifar", **run) for x in ("whole", "stopped")
     )
     signalled = {**stopped, "env": {"SIGNALLED": "1"}, "grace": 2, "terminate": False}
-    signalled["flags"] = [*stopped["flags"], "--tracker", "tensorboard"]
+    signalled["flags"] = [*stopped["flags"], "--tracker", "tensorboard", "--hang-timeout", 10]
     answers = forked([whole, signalled, stopped], tmp_path)
     assert [codes for codes, _ in answers] == [[0, 0], [143, 143], [0, 0]], answers
     batches = [output.count("evaluates batch") for _, output in answers]

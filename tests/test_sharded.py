@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,9 @@ def test_losses_and_weights_are_those_of_ddp_on_any_number_of_processes(tmp_path
     shutil.copytree(ours[-1].directory / "step-00000003", directory / "step-00000003")
     ours += train_forked(tmp_path, (*last, {"directory": directory}))
     assert ours[-1].summary["resumed_from"] == 3
+    paths = ours[-1].directory.glob("step-00000005/*.safetensors")
+    parts = Counter(name for path in paths for name in load_file(path))
+    assert {*parts.values()} == {2}, "in each group of two processes"
     for run in ours:
         assert_same_training(run, ddp, ROUNDING)
     norms = [line["grad_norm"] for line in ddp.train]

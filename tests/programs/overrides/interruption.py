@@ -44,7 +44,7 @@ def evaluation_that_is_signalled(model, batch, args):
 
 def slow_upload(tracker):
     if os.environ["RANK"] == "0":
-        time.sleep(4)
+        time.sleep(12)
 
 
 def step_under_nohup(run, *arguments):
