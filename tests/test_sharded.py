@@ -227,6 +227,8 @@ def test_a_module_of_two_units_is_an_error_that_names_it_if_it_has_parameters(mo
     with pytest.raises(Exit, match=r"shard_units: 0\.1 is in more than one unit"):
         shard(nn.Linear(4, 4))
     assert len(recipe.shard_units(recipe.torchvision.models.resnet50())) == 16, "its blocks"
+    inner = nn.ModuleList([nn.Linear(4, 4)])
+    assert recipe.shard_units(nn.ModuleList([inner])) == [*inner], "it has no forward pass"
 
 
 @pytest.mark.slow
