@@ -289,7 +289,7 @@ def test_tensorboard_has_the_lines_of_metrics_and_no_epochs_evaluate_weights(tmp
         runs.append((2, script, [*CNN, "--batch-size", 64, *weights], where))
     for evaluated, result in zip(train_forked(tmp_path, *runs), trained, strict=True):
         (line,) = evaluated.evaluations
-        assert evaluated.train == []
+        assert evaluated.train == [] and evaluated.output.count(": loaded ") == 1
         for name in ("test_loss", "test_accuracy"):
             assert line[name] == evaluated.summary[name] == result.summary[name]
         assert not list(evaluated.directory.glob("step-*"))
