@@ -632,7 +632,7 @@ def synthetic_images(samples, seed):
     return images.clamp_(0, 255).byte(), labels
 
 
-# ================= shared infrastructure abac2359f3c4: identical in all recipes, edit only above it
+# ================= shared infrastructure bad3d5c2e8fb: identical in all recipes, edit only above it
 SCRIPT = os.path.join(os.getcwd(), sys.argv[0])  # the file that is run: this one, in most cases
 RECIPE = Path(SCRIPT).stem
 FILES = (__file__, SCRIPT)  # an error is reported by its line in these
@@ -710,7 +710,7 @@ class Run:
         self.watcher = Watcher(self)  # before a DataLoader starts workers
         self.resumed_from = self.step = checkpoint["step"] if checkpoint else 0
         scripts = sorted(self.directory.glob(f"{RECIPE}.from-*.py"))
-        if not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text():
+        if RANK == 0 and (not scripts or scripts[-1].read_text() != Path(SCRIPT).read_text()):
             path = self.directory / f"{RECIPE}.from-{self.step:08}.py"
             replace_file(path, partial(shutil.copyfile, SCRIPT))
         before_first_step()

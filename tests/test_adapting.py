@@ -16,7 +16,6 @@ import new
 import numpy
 import pytest
 import running
-import torch
 import toy
 from composed import IMPORTS, make
 from conftest import Exit, load
@@ -24,6 +23,8 @@ from lazy import datasets, lib, validation
 from processes import execute
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler
+
+from ddp_cifar import seed_rng
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +167,7 @@ def test_a_copy_with_an_example_passes_make_check(
 def contents(data, seed=0, most=2000):
     """The samples of a dataset, or a part of many, with the same random numbers, as bytes."""
     for index in range(0, len(data), 1 + len(data) // most):
-        torch.default_generator.manual_seed(seed)  # manual_seed takes a millisecond
+        seed_rng(seed)
         has_batches = hasattr(data, "__getitems__")
         sample = data.__getitems__([index]) if has_batches else data[index]
         yield tuple(numpy.asarray(x).tobytes() for x in tree_leaves(sample))

@@ -37,9 +37,10 @@ def hardware(gpus):
     answer = subprocess.run(tried, capture_output=True, text=True)
     if answer.returncode:
         sys.exit(f"{gpus} GPU(s), but {answer.stderr.strip().splitlines()[-1]}")
-    asked = "nvidia-smi --format=csv,noheader --id=0 --query-gpu=driver_version,memory.total,"
+    asked = "--query-gpu=driver_version,memory.total,power.limit"
+    command = ["nvidia-smi", asked, "--format=csv,noheader", "--id=0"]
     try:
-        details = subprocess.check_output(f"{asked}power.limit".split(), text=True)
+        details = subprocess.check_output(command, text=True)
     except (OSError, subprocess.CalledProcessError):  # not of NVIDIA, or in a container
         return f"{gpus} x {answer.stdout.strip()}"
     driver, memory, power = details.strip().split(", ")
