@@ -95,10 +95,12 @@ def test_what_another_user_has_compiled_is_not_run(tmp_path):
     cache.mkdir()
     os.chown(cache, 12345, -1)
     one = {"processes": 1, "script": ROOT / "recipes/ddp_cifar.py", "directory": tmp_path}
-    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--compile", "--max-steps", 1]
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    ((codes, output),) = forked([{**one, "flags": flags, "env": env}], tmp_path)
+    one["env"] = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    flags = ["--data", "synthetic", "--model", "simple_cnn", "--cpu", "--epochs", 0]
+    runs = [{**one, "flags": [*flags, *compiled]} for compiled in (["--compile"], [])]
+    (codes, output), without = forked(runs, tmp_path)
     assert codes == [2] and f"{cache} belongs to another user" in output, output
+    assert without[0] == [0], without[1]
     assert [*cache.iterdir()] == []
 
 

@@ -23,6 +23,7 @@ RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 NAME = f"{RANK}.{RESTARTS}".removesuffix(".0")
 WHEN, WHAT = json.loads(os.environ.get("DISTURB", "{}")).get(NAME, (0, None))
 disk = []
+synced = set()
 
 
 def build_model(args):
@@ -73,6 +74,7 @@ def fsync(descriptor):
     if os.fstat(descriptor).st_size:  # a small one may still be in Python's buffer
         disk.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
     plain_fsync(descriptor)
+    synced.add(descriptor)
 
 
 def note(event, arguments):
@@ -86,5 +88,6 @@ def main():
     sys.addaudithook(note)
     os.fsync = fsync
     plain_main()
-    directory = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+    directory = Path(sys.argv[sys.argv.index("--output-dir") + 1]).absolute()
+    assert directory not in [Path(f"/proc/self/fd/{x}").resolve() for x in synced]
     Path(directory, f"disk.{RANK}").write_text(" ".join(disk))

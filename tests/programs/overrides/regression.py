@@ -1,6 +1,7 @@
 """For copies in test_recipes.py: a reader's own data, flags, model and loss, without images."""
 
 import random
+from pathlib import Path
 
 import numpy
 import torch
@@ -24,6 +25,7 @@ class Noisy(Dataset):
 
 def add_flags(parser):
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--source", type=Path, default=Path())
 
 
 def load_data(args, accelerator):
