@@ -68,7 +68,7 @@ IN_OTHERS = {"photos", "language_model"}
 IN_DDP = {"photos", "gan", "speech"}
 FLAGS = "--cpu --max-steps 4 --epochs 4".split()
 # Of the toy data, for four steps and an evaluation.
-LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "test.conll": 100}
+LINES = {"*.txt": 200, "*.jsonl": 160, "test.jsonl": 16, "metadata.jsonl": 48, "test.conll": 100}
 LINES |= {"train.tsv": 96, "test.tsv": 16}
 OF_LENGTHS = "language_model by_length fine_tune mixture text_classification token_classification"
 FLAGS_OF = {
