@@ -114,6 +114,7 @@ FLAGS = "    args = parse_args(__doc__, add_technique_flags, add_flags)\n"
 # Examples, a line of the copy and its replacement, what is said.
 NOT_FITTING = [
     (["ema"], ("values, grad_norm =", "values, norm ="), "ema.diff does not fit"),
+    (["ema", "ema"], (), "ema.diff does not fit"),
     (["ema"], (FLAGS, f"{FLAGS}\n{FLAGS}"), "ema.diff does not fit"),
     (["ema"], (NEW, f"\n\nRANK = 1\n{NEW}"), "RANK (line "),
     (["clip"], ("def train_step(", "def one_step("), "clip.diff does not fit train_step"),
@@ -187,7 +188,7 @@ OWN = [
     ('"torch>=2.11"', '"torch==2.15.0", "apex"'),
     ('"""Train ResNet-50', "r'''Our \\d classes"),
     ("4gpu.yaml recipes/ddp_cifar.py --epochs 100", "4gpu.yaml ours.py --epochs 90"),
-    ('structure.\n"""', 'structure. A """ of ours.\n' + "'''  # noqa: D205"),
+    ('structure.\n"""', 'structure. A """ of recipes/ours_cifar.py.\n' + "'''  # noqa: D205"),
     ("import accelerate\n", "import accelerate  # ours\nimport antigravity  # registers ops\n"),
     (f"{IMPORTED}\n", f"{IMPORTED}{BELOW_THE_IMPORTS}"),
     ("\ndef train_step(", ABOVE_TRAIN_STEP),
@@ -218,7 +219,7 @@ def test_no_line_of_the_owner_is_removed(examples, make, tmp_path):
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
     assert "4gpu.yaml ours.py --epochs 90" in documented
-    assert 'structure. A """ of ours.' in documented and documented.endswith("\n\nBelow.")
+    assert 'structure. A """ of recipes/ours_cifar.py.' in documented and documented.endswith("\n\nBelow.")
     known = {*REFERENCE.read_text().split("\n"), *text.split("\n")}
     assert [x for x in before.partition("  # noqa: D205\n")[2].split("\n") if x not in known] == []
     assert '\n"""  # noqa: D205\n' in text

@@ -306,7 +306,7 @@ def compose(path, name, recipe, examples, adds=False, split=False):
     own = with_metadata(own)
     own = with_docstring(own, shlex.quote(name), recipe, origin, examples)
     # Imports that their owner did not sort may have an order that matters.
-    own = sorted_imports(own) if not adds or sorted_imports(before) == before else own
+    own = sorted_imports(own) if sorted_imports(before) == before else own
     return own if split else own + banner + block
 
 

@@ -180,8 +180,7 @@ def without_imports(own, gone):
             place = slice(node.lineno - 1, node.end_lineno)
             kept = [x for x in node.names if (x.asname or x.name.partition(".")[0]) not in gone]
             one = type(node)(**{**vars(node), "names": kept})
-            if kept != node.names:
-                lines[place] = [ast.unparse(one)] if kept else []
+            lines[place] = [ast.unparse(one)] if kept else []
     return "\n".join(lines)
 
 
