@@ -205,6 +205,7 @@ NONSENSE = {
     "there is no file": ["no.py"],
     "it is not a copy of ": [ROOT / "recipes/data_parallel_cifar.py"],
     "names on both sides of the line '# =====': means (line ": ["clashing.py"],
+    "), start (line ": ["clashing.py"],
     "choose a multiple of 16": [REFERENCE, "--global-batch-size", "24", "--cpu"],
 }
 
@@ -212,7 +213,7 @@ NONSENSE = {
 @pytest.mark.parametrize("said", NONSENSE)
 def test_nonsense_is_an_error(said, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    copy("ddp_cifar", Path("clashing.py"), ("\ndef main", "\nimport math as means\n\n\ndef main"))
+    copy("ddp_cifar", Path("clashing.py"), ("\ndef main", "\nimport math as means, start\n\n\ndef main"))
     monkeypatch.setattr(sys, "argv", ["check.py", *map(str, NONSENSE[said])])
     with pytest.raises(SystemExit) as end:
         check.main()

@@ -162,6 +162,7 @@ def test_a_new_copy_hides_no_module_overwrites_nothing_and_has_examples_of_its_r
 IMPORTED = "from torch.utils.data import DataLoader, Dataset"
 BELOW_THE_IMPORTS = """, Subset
 import torch.backends.cudnn
+import torch.nn as nn
 try:
     import apex
 except ImportError:
