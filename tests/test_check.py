@@ -213,7 +213,8 @@ NONSENSE = {
 @pytest.mark.parametrize("said", NONSENSE)
 def test_nonsense_is_an_error(said, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    copy("ddp_cifar", Path("clashing.py"), ("\ndef main", "\nimport math as means, start\n\n\ndef main"))
+    clashing = "\ndef main", "\nimport torch.nn as nn, math as means, start\n\n\ndef main"
+    copy("ddp_cifar", Path("clashing.py"), clashing)
     monkeypatch.setattr(sys, "argv", ["check.py", *map(str, NONSENSE[said])])
     with pytest.raises(SystemExit) as end:
         check.main()

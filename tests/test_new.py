@@ -162,7 +162,6 @@ def test_a_new_copy_hides_no_module_overwrites_nothing_and_has_examples_of_its_r
 IMPORTED = "from torch.utils.data import DataLoader, Dataset"
 BELOW_THE_IMPORTS = """, Subset
 import torch.backends.cudnn
-import torch.nn as nn
 try:
     import apex
 except ImportError:
@@ -220,7 +219,8 @@ def test_no_line_of_the_owner_is_removed(examples, make, tmp_path):
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
     assert "4gpu.yaml ours.py --epochs 90" in documented
-    assert 'structure. A """ of recipes/ours_cifar.py.' in documented and documented.endswith("\n\nBelow.")
+    assert 'structure. A """ of recipes/ours_cifar.py.' in documented
+    assert documented.endswith("\n\nBelow.")
     known = {*REFERENCE.read_text().split("\n"), *text.split("\n")}
     assert [x for x in before.partition("  # noqa: D205\n")[2].split("\n") if x not in known] == []
     assert '\n"""  # noqa: D205\n' in text
