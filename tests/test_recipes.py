@@ -53,6 +53,7 @@ def test_own_data_model_and_loss_train_the_same_in_all_recipes_and_in_workers(tm
         reference = outputs(tmp_path / "ddp_cifar/runs/mine")
         assert_same_training(result, reference, ROUNDING, {"grad_norm"})  # pipeline's is in float32
         # The copy has its own name and flags, and not those of the example.
+        assert "constant 20,000 " in output
         assert output.count('"recipe": "mine"') == 1 and "_cifar" not in output, output
         assert result.summary["precision"] == "fp32"
         assert "workers" in result.summary and "data_dir" not in result.summary

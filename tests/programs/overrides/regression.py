@@ -46,5 +46,5 @@ def model_blocks(model):  # of the pipeline
 def compute_loss(model, batch, args):
     inputs, targets = batch
     error = model(inputs) - targets
-    below = error.mean(1) < 0
-    return {"loss": error.square().mean(1), "largest": error.abs().amax(1), "below": below}
+    values = {"largest": error.abs().amax(1), "below": error.mean(1) < 0}
+    return {"loss": error.square().mean(1), **values, "constant": torch.full_like(error[:, 0], 2e4)}
