@@ -114,7 +114,7 @@ FLAGS = "    args = parse_args(__doc__, add_technique_flags, add_flags)\n"
 # Examples, a line of the copy and its replacement, what is said.
 NOT_FITTING = [
     (["ema"], ("values, grad_norm =", "values, norm ="), "ema.diff does not fit"),
-    (["ema", "ema"], (), "ema.diff does not fit"),
+    (["trace", "trace"], (), "trace.diff does not fit main, or is there already"),
     (["ema"], (FLAGS, f"{FLAGS}\n{FLAGS}"), "ema.diff does not fit"),
     (["ema"], (NEW, f"\n\nRANK = 1\n{NEW}"), "RANK (line "),
     (["clip"], ("def train_step(", "def one_step("), "clip.diff does not fit train_step"),
