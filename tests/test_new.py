@@ -214,11 +214,15 @@ def test_no_line_of_the_owner_is_removed(examples, make, tmp_path):
     text = path.read_text()
     assert f"{first}import argparse\n" in text
     assert '"torch==2.15.0"' in text and '"apex"' in text
+    noted = text.replace("# dependencies = [\n", "# dependencies = [  # ours\n")
+    assert new.with_metadata(noted) == noted != text, "nothing is lacking"
+    own, _, block = new.parts(path)
+    assert new.unused_imports(own, block) <= new.imports(before)[0].keys()
     assert ('"peft>=0.21"' in text) == ("lora" in examples)
     assert text.find("from peft import") < text.index("\ndef add_flags("), "above all functions"
     documented = ast.get_docstring(ast.parse(text))
     assert documented.startswith("Our \\d classes on CIFAR-10 with Hugging Face")
-    assert "4gpu.yaml ours.py --epochs 90" in documented
+    assert documented.index("4gpu.yaml ours.py --epochs 90") < documented.index("(EMA)")
     assert 'structure. A """ of recipes/ours_cifar.py.' in documented
     assert documented.endswith("\n\nBelow.")
     known = {*REFERENCE.read_text().split("\n"), *text.split("\n")}

@@ -108,11 +108,10 @@ def statements(text):
 @lru_cache(1000)  # for new.py, which asks statement by statement
 def names(text):
     """Return the names that a module binds, and those that it uses and does not bind."""
-    module = symtable.symtable(text, "", "exec")
-    scopes = [module]
+    scopes = [symtable.symtable(text, "", "exec")]
     for scope in scopes:  # it grows
         scopes += scope.get_children()
-    found = [x for scope in scopes for x in scope.get_symbols() if scope is module or x.is_global()]
+    found = [x for scope in scopes for x in scope.get_symbols() if x.is_global()]
     bound = {x.get_name() for x in found if x.is_assigned() or x.is_imported()}
     used = {x.get_name() for x in found if x.is_referenced()}
     return bound, used - bound - {*dir(builtins), "__file__"}
