@@ -209,7 +209,7 @@ def add_technique_flags(parser):
 def before_first_step(run, model, loader):
     """Before a checkpoint is loaded, take a backward pass: after its first one DDP rebuilds its
     buckets, which changes the order of sums. So a resumed run rounds as the interrupted one did."""
-    if run.resumed_from:
+    if WORLD_SIZE > 1 and run.resumed_from:
         values = compute_loss(model, next(iter(loader)), run.args)
         run.accelerator.backward(values["loss"].mean())
         model.zero_grad()

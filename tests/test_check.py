@@ -83,9 +83,8 @@ def test_where_rounding_decides_a_lower_rate_tells_more(checked):
 @pytest.mark.slow
 def test_what_no_rate_tells_has_a_status_of_its_own(checked):
     """The killed run is compared bit for bit nevertheless."""
-    fixed = "optimizer_with_a_fixed_rate"
-    odd = {"flags": ["--batch-size", "7"]}
-    code, output, runs = checked(build_model="chaotic_model", make_optimizer=fixed, **odd)
+    chosen = {"build_model": "chaotic_model", "make_optimizer": "optimizer_with_a_fixed_rate"}
+    code, output, runs = checked(flags=["--batch-size", "7"], **chosen)
     assert code == 3 and "microbatches of 3" not in runs, output
     two, killed = runs["2 processes"], runs["2 processes, killed"]
     assert re.fullmatch("the same up to step [1-4]", two["verdict"]), output

@@ -222,7 +222,8 @@ LOADERS = {
     "own sampler": (OWN_SAMPLER, loader(8, sampler=RANDOM, drop_last=True), TEST),
     "own batch sampler": (OWN_SAMPLER, loader(batch_sampler=OWN_BATCHES), TEST),
     "three": ("return two DataLoaders", TRAIN, TEST, TEST),
-    "a test that is a stream": ("test needs .* no sampler", TRAIN, data.DataLoader(Stream(), None)),
+    "a test that is a stream": ("test needs .* no sampler", TRAIN, data.DataLoader(Stream(), 8)),
+    "a stream without batches": ("test needs .* no sampl", TRAIN, data.DataLoader(Stream(), None)),
 }
 
 

@@ -199,7 +199,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("examples", ["ema lora", "segmentation best_weights ema"])
+@pytest.mark.parametrize("examples", ["ema lora", "photos best_weights ema", "segmentation ema"])
 def test_no_line_of_the_owner_is_removed(examples, make, tmp_path):
     """Imports, definitions, flags, comments, and what the docstring has of theirs."""
     path = tmp_path / "own.py"
