@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ def checked(tmp_path, monkeypatch, capsys):
         copy("sharded_cifar", tmp_path / "sharded.py", *SHORT, project=text)
         copy("ddp_cifar", tmp_path / "my copy.py", *SHORT, *lines, project=text)
         monkeypatch.setattr(sys, "argv", ["check.py", "my copy.py", *FLAGS, *steps, *flags])
+        drawn = []
+        monkeypatch.setattr(check, "draw", lambda *_: drawn.append(True))
         with pytest.raises(SystemExit) as end:
             check.main()
         results = json.loads(Path("runs/check/my copy.json").read_text())
@@ -36,9 +39,20 @@ def checked(tmp_path, monkeypatch, capsys):
         assert stay == (end.value.code > 0), "runs that fail or differ stay"
         named = {x["name"]: x for x in results["runs"]}
         assert len(named) == len(results["runs"])
-        return end.value.code, capsys.readouterr().out, named
+        assert any(drawn) == any(x["differences"] for x in results["runs"])
+        output = capsys.readouterr().out
+        assert_the_table_has_a_row_for_each(results["runs"][1:], output)
+        return end.value.code, output, named
 
     return run
+
+
+def assert_the_table_has_a_row_for_each(runs, output):
+    for way in (way for way in runs if way["name"] != "perturbed"):
+        bounds = [x["bound"] for x in way["differences"]]
+        judged = f"{sum(x < check.NO_BOUND for x in bounds)} of {len(bounds)}"
+        row = rf"^ *{way['name']} +{way['against']} +{judged} +(\S+ of .*)?{way['verdict']} *$"
+        assert re.search(row, output, re.MULTILINE), output
 
 
 @pytest.mark.slow
@@ -47,7 +61,7 @@ def test_a_good_copy_is_the_same_in_every_way(checked):
     and evaluations, which use them, are compared for the same number of processes only."""
     flags = "--processes 1 2 4 --also sharded.py --kills 2 --hang-timeout 500".split()
     code, output, runs = checked(flags=flags, build_model="model_with_statistics")
-    assert code == 0 and not re.search("Known causes|WORLD_SIZE", output), output
+    assert code == 0 and not re.search("Known causes|WORLD_SIZE|lower rate", output), output
     reference, perturbed, *more, half, killed = runs.values()
     assert [x["processes"] for x in runs.values()] == [1, 1, 2, 4, 2, 1, 2]
     assert {x["against"] for x in (perturbed, *more, half)} == {reference["name"]}
@@ -59,6 +73,7 @@ def test_a_good_copy_is_the_same_in_every_way(checked):
     assert killed["tasks"] == ["step-00000001", "step-00000002", "train"]
     for way in (perturbed, *more, killed):
         found = {(x["metric"], x["step"]): x["difference"] for x in way["differences"]}
+        assert all(isinstance(x, float) for one in way["differences"] for x in one["values"])
         names = ("loss", "accuracy", "noise", "grad_norm", "learning_rate")
         assert found.keys() >= {(name, step) for name in names for step in range(1, STEPS + 1)}
         assert ("1.0.weight", STEPS) in found
@@ -72,8 +87,9 @@ def test_a_good_copy_is_the_same_in_every_way(checked):
 
 @pytest.mark.slow
 def test_where_rounding_decides_a_lower_rate_tells_more(checked):
-    code, output, runs = checked(build_model="chaotic_model", flags=["--lr", "8"])
-    assert code == 0 and runs["2 processes"]["verdict"] == "the same", output
+    flags = "--lr 8 --global-batch-size 32 --processes 1 --also".split()
+    code, output, runs = checked(build_model="chaotic_model", flags=[*flags, "my copy.py"])
+    assert code == 0 and runs["my copy on 2"]["verdict"] == "the same", output
     assert re.search(r"^perturbed: judges [1-4] of 5 steps$", output, re.MULTILINE), output
     assert "perturbed: judges 5 of 5 steps" in output
     assert "a lower rate amplifies less: --lr 0.8\n" in output
@@ -95,19 +111,19 @@ def test_what_no_rate_tells_has_a_status_of_its_own(checked):
 
 
 CALL = "logits = model(images)"
-RANK_1_FAILS = f'assert model.training or os.environ["RANK"] == "0", "own"\n    {CALL}'
+RANK_1_FAILS = f'assert model.training or os.environ["RANK"] == "0", "[own]"\n    {CALL}'
 BY_STEP = {"compute_loss": "loss_by_step", "make_optimizer": "optimizer_that_counts"}
 PLAIN = {"build_model": "plain_model", "compute_loss": "plain_loss"}
 WRONG = {  # verdicts of the runs, what is said, how the copy differs from a good one
     "noise by rank": (
         ",,differs at step 1,reported,bit for bit",
-        r": loss \S+ and \S+, by \S+\n(.*\n)+.*the loss depend on RANK or WORLD_SIZE",
+        r": loss \d\S+ and \d\S+, by \S+\n(.*\n)+.*the loss depend on RANK or WORLD_SIZE",
         {"compute_loss": "lambda *x: loss_of_noise(RANK, *x)"},
     ),
     "noise by the clock": (
         ",differs at step 1",
         "perturbed: differs at step 1: loss .*, in two equal runs",
-        {"compute_loss": "lambda *x: loss_of_noise(time.time_ns(), *x)"},
+        {"compute_loss": "loss_by_the_clock"},
     ),
     "a state that is not saved": (
         ",,the same,reported,differs at step 3",
@@ -119,6 +135,11 @@ WRONG = {  # verdicts of the runs, what is said, how the copy differs from a goo
         r"up to the second epoch: --max-steps 20\n",
         {"load_data": "data_cached_in_memory", "flags": ["--global-batch-size", "16"], "steps": []},
     ),
+    "a wrong flag": (
+        "fails in step 1",
+        "unrecognized arguments: --none",
+        {"flags": ["--none"]},
+    ),
     "a crash": (
         "fails in step 1",
         "NameError: name 'image'",
@@ -126,7 +147,7 @@ WRONG = {  # verdicts of the runs, what is said, how the copy differs from a goo
     ),
     "a crash of a rank": (
         f",,fails after step {STEPS},reported",
-        "AssertionError: own",
+        r"AssertionError: \[own\], ",
         {"lines": [(CALL, RANK_1_FAILS)]},
     ),
     "a checkpoint that is not found": (
@@ -147,6 +168,8 @@ def test_what_is_wrong_is_found_in_its_first_step_and_said(what, checked):
     assert re.fullmatch(verdicts, ",".join(x["verdict"] for x in runs.values())), output
     for name, one in runs.items():
         assert not one["reason"] or f"{name}: {one['verdict']}: {one['reason']}\n" in output
+    for error, log in re.findall(r"(\w+Error: .*) \((\S.*\.txt)\)$", output, re.MULTILINE):
+        assert error in Path(log).read_text()
     assert ("Known causes" in output) == (len(runs) > 1)
     assert ("in no checkpoint" in output) == (what == "a state that is not saved")
     assert ("RANK or WORLD_SIZE" in output) == (what == "noise by rank")
@@ -156,26 +179,34 @@ def test_what_is_wrong_is_found_in_its_first_step_and_said(what, checked):
 def test_a_slow_first_step_is_no_failure_and_what_is_slower_says_how_to_go_on(checked, monkeypatch):
     """The time after which a run hangs follows the longest step of the reference."""
     monkeypatch.setattr(check, "LEAST_PATIENCE", 1)
-    monkeypatch.setattr(check, "SLOWER", 3)
-    slow = ["--processes", "1"]
-    code, output, runs = checked(flags=slow, compute_loss="loss_with_a_slow_first_step")
-    flags = runs["1 process, killed"]["flags"]
-    assert code == 0 and flags[flags.index("--hang-timeout") + 1] >= 6, output
     monkeypatch.setattr(check, "SLOWER", 0)
+    slow = ["--processes", "1"]
     code, output, runs = checked(flags=slow, compute_loss="loss_with_a_slow_first_step")
     assert code == 1 and "no step for 1 s" in output, output
     assert "if it is slow and does not hang, add --hang-timeout SECONDS (" in output
+    monkeypatch.setattr(check, "SLOWER", 3)  # its runs are in the place of those that stay
+    code, output, runs = checked(flags=slow, compute_loss="loss_with_a_slow_first_step")
+    assert [*runs] == ["1 process", "1 process, killed"], "one number of processes, as it was said"
+    flags = runs["1 process, killed"]["flags"]
+    assert code == 0 and flags[flags.index("--hang-timeout") + 1] >= 6, output
 
 
 def test_a_learning_rate_may_differ_by_its_rounding_and_nothing_may_be_missing():
     missing = [(0.1, None), (None, 0.1), (torch.ones(2), torch.ones(3))]
     assert {check.difference(*values) for values in missing} == {check.NO_BOUND}
     assert check.difference(None, None) == 0
-    for change, verdict in ((1e-15, "the same"), (1.5e-12, "differs at step 1")):
+    rate, loss = ((1, "train", name) for name in ("learning_rate", "loss"))
+    for ours, bound, verdict in (
+        ({rate: 0.1 * (1 + 1e-15)}, 0.0, "the same"),
+        ({rate: 0.1 * (1 + 1.5e-12)}, 0.0, "differs at step 1"),
+        ({}, 0.0, "differs at step 1"),
+        ({loss: 0.2}, check.NO_BOUND, "not judged"),
+    ):
         run = {"differences": [], "reason": ""}
-        key = (1, "train", "learning_rate")
-        check.compare(run, {key: 0.1 * (1 + change)}, {key: 0.1}, {key: 0.0}, ())
+        theirs = dict.fromkeys(ours or [rate], 0.1)
+        check.compare(run, ours, theirs, dict.fromkeys(theirs, bound), ())
         assert run["verdict"] == verdict
+        assert ours or run["reason"].startswith("learning_rate 0.1 and nan, by ")
 
 
 def test_a_bound_is_ten_times_the_perturbed_runs_difference_up_to_the_next_step():
@@ -188,7 +219,9 @@ def test_a_bound_is_ten_times_the_perturbed_runs_difference_up_to_the_next_step(
     found += [(5, "loss", 2e-3), (5, "accuracy", 3e-4), (5, "near 0", 0.1)]
     keys = ("event", "step", "metric", "difference")
     differences = [dict(zip(keys, ("train", *x), strict=True)) for x in found]
+    differences.append(dict(zip(keys, ("weights", 1, "bias", 0), strict=True)))
     bounds, last = check.bounds_of(differences)
+    assert bounds[1, "weights", "bias"] == check.CHANGE, "which has not moved, and makes no jumps"
     expected = [(1, "loss", 1e-4), (2, "loss", 1e-4), (3, "loss", 5e-3)]
     expected += [(1, "accuracy", 0.01), (2, "accuracy", 0.01), (3, "accuracy", 3e-3)]
     expected += [(1, "learning_rate", check.CHANGE)]
@@ -198,6 +231,10 @@ def test_a_bound_is_ten_times_the_perturbed_runs_difference_up_to_the_next_step(
         assert bounds[step, "train", name] == pytest.approx(bound), (step, name)
     assert last == 3, "in step 4, ten times the loss's next difference is 2%"
     assert bounds[1, "train", "of the copy only"] == check.LIMIT
+    keys = "metric", "difference", "bound", "step"
+    near = [("a", 2e-6, 0.0, 1), ("b", 1e-3, 0.01, 1), ("c", 9e-6, 1e-5, 1)]
+    near = {"differences": [dict(zip(keys, x, strict=True)) for x in near]}
+    assert check.judged_of(near)[1] == "9e-06 of 1e-05, c, step 1"
     assert check.bounds_of(differences, 4e-3)[0][2, "train", "loss"] == 4e-3, "in 16 bits"
 
 
@@ -206,6 +243,7 @@ NONSENSE = {
     "there is no file": ["no.py"],
     "it is not a copy of ": [ROOT / "recipes/data_parallel_cifar.py"],
     r"names on both sides of the line '# =====': means .line \d+., start .*, Run ": ["clashing.py"],
+    "argument --max-steps: invalid int value": [REFERENCE, "--max-steps", "x"],
     "choose a multiple of 16": [REFERENCE, "--global-batch-size", "24", "--cpu"],
 }
 
@@ -261,6 +299,14 @@ def test_processes_and_batches(recipe, gpus, flags, processes, batch, total, mon
     args = check.parse_args()
     assert args.processes == processes and "--kill" in args.flags, "which is the copy's own"
     assert args.flags[-4:] == ["--batch-size", batch, "--global-batch-size", total]
+
+
+def test_a_signal_ends_the_check_by_an_exception_so_that_its_runs_end(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running, "execute", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(sys, "argv", ["check.py", str(REFERENCE)])
+    with pytest.raises(SystemExit, match="130"):
+        check.main()
 
 
 @pytest.mark.slow
