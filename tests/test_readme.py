@@ -42,22 +42,23 @@ def rows(page, header):
     return [[cell.strip().replace("`", "") for cell in x.strip("|").split("|")] for x in lines]
 
 
-def parser_of(recipe):
-    """Return the ArgumentParser of a recipe, whose `error` raises an AssertionError."""
+def parser_of(path):
+    """Return the ArgumentParser of a program, whose `error` raises an AssertionError."""
     parsers = []
 
-    def keep(parser):
+    def keep(parser, *_):
         parsers.append(parser)
         sys.exit(0)
 
     with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
-        patch.setattr(argparse.ArgumentParser, "parse_args", keep)
-        load(f"recipes/{recipe}_cifar.py").main()
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", keep)
+        load(path).main()
     parsers[0].error = pytest.fail
     return parsers[0]
 
 
-PARSERS = {recipe: parser_of(recipe) for recipe in RECIPES}
+PARSERS = {recipe: parser_of(f"recipes/{recipe}_cifar.py") for recipe in RECIPES}
+PROGRAMS = [*PARSERS.values(), *map(parser_of, ("tools/check.py", "tools/new.py"))]
 
 
 @pytest.mark.parametrize("page", [*PATHS, ROOT / "benchmarks/README.md"], ids=str)
@@ -82,8 +83,8 @@ def test_the_flags_that_a_resumed_run_may_change():
         module = load(f"recipes/{recipe}_cifar.py")
         own = re.findall(r"run.may_differ = \{(.*)\}", inspect.getsource(module.main))
         free |= {*module.Checkpoints.may_differ.split(), *re.findall(r"\w+", str(own))}
-    actions = [action for parser in PARSERS.values() for action in parser._actions]
-    assert all(action.help for action in actions)
+    actions = [action for parser in PROGRAMS for action in parser._actions]
+    assert all(x.help for x in actions) and all(x.description for x in PROGRAMS)
     chosen = {"data", "model", "precision", "schedule", "stem"}
     chosen = [action for action in actions if action.dest in chosen]
     assert all((x.default or "bf16") in x.choices for x in chosen), "amp chooses by the device"

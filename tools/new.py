@@ -364,7 +364,7 @@ def add(target, examples):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("action", choices=("new", "add"))
+    parser.add_argument("action", choices=("new", "add"), help="write a copy, or add to it")
     parser.add_argument("copy", nargs="?", help="the file")
     parser.add_argument("--recipe", default="ddp", choices=RECIPES, help="of a new copy (ddp)")
     parser.add_argument("--split", action="store_true", help="the shared part in a file of its own")
