@@ -341,12 +341,16 @@ def test_an_exception_is_one_traceback_and_a_line_with_its_place(outcome, said):
     assert "raise" in line
 
 
-def test_an_error_in_a_thread_of_a_rank_that_waits_is_raised_there(monkeypatch):
-    """The main thread alone can set the handler of a signal that ends the wait."""
+def test_an_error_in_a_thread_ends_the_process_or_is_raised_where_a_rank_waits(monkeypatch):
+    """The main thread alone can set the handler of a signal that ends the wait. Neither needs the
+    launcher's file, which may not be writable."""
     ours = load(RECIPE)
-    monkeypatch.setattr(ours, "LOCAL_RANK", 1)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit, match="a mistake"):
-        pool.submit(ours.exit_with_error, "a mistake").result()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/proc/none")
+    monkeypatch.setattr(ours, "exit_now", lambda _: sys.exit("ended"))
+    for rank, said in enumerate(("ended", "a mistake")):
+        monkeypatch.setattr(ours, "LOCAL_RANK", rank)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit, match=said):
+            pool.submit(ours.exit_with_error, "a mistake").result()
 
 
 EXITS = project("interruption", load_data="data_of_persistent_workers")
