@@ -28,6 +28,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # Threads of OpenMP that wait for each other sleep. Spinning, they take two thirds of the processor
 # time of a training on one process where others want the cores, too.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+torch.set_num_threads(1)  # in this process, which has read the variable already
 # glibc's: keep freed memory. Given back after each layer, it costs a page fault per 4 KiB in the
 # next one, a third of the processor time of a short training.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**30)

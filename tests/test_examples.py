@@ -14,7 +14,16 @@ import torch
 import toy
 from composed import make, rates_of, train
 from conftest import CNN, NARROW, ROUNDING_FLOAT32, Exit, load
-from lazy import fine_tune, lib, segmentation, sklearn, transformers
+from lazy import (
+    auroc,
+    by_length,
+    fine_tune,
+    language_model,
+    lib,
+    segmentation,
+    sklearn,
+    transformers,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -22,16 +31,13 @@ from torch.utils import flop_counter
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import FakeData
 
-import auroc
 import balanced
 import best_weights
-import by_length
 import diffusion
 import distillation
 import ema
 import fast_cifar
 import gan
-import language_model
 import resnet20
 import second_optimizer
 from lib import fine_tuning, order
