@@ -25,6 +25,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -93,6 +94,9 @@ def run_copy(task, copy, *flags):
             own += own * noise * max(CHANGE, torch.finfo(own.dtype).eps)
 
     def kill(*_):
+        patience = time.monotonic() + 10
+        while any(Path(flags[-1]).glob("*.tmp")) and time.monotonic() < patience:
+            time.sleep(0.01)  # until a save in the background is done, or the run might end first
         if any(Path(flags[-1]).glob(f"{task}*")):
             os.kill(os.getpid(), signal.SIGKILL)
 
