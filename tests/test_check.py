@@ -1,9 +1,11 @@
 """check.py: copies that train the same in every way pass, mistakes are found with their step."""
 
 import json
+import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -353,3 +355,20 @@ def test_the_perturbed_run_changes_the_weights_once_and_more_than_they_are_round
         assert (changed - 1).double().std().item() == pytest.approx(size, rel=0.2)
         hooks[0](optimizer)
         assert weight.equal(changed)
+
+
+def test_a_kill_waits_for_a_save_in_the_background_or_the_run_might_end_first(
+    monkeypatch, tmp_path
+):
+    hooks, killed = [], []
+    monkeypatch.setattr(check, "register_optimizer_step_post_hook", hooks.append)
+    monkeypatch.setattr(running, "run_script", lambda *_: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    monkeypatch.setattr(os, "kill", lambda _, number: killed.append(number))
+    check.run_copy("step-00000002", "mine.py", str(tmp_path))
+    hooks[0]()
+    assert killed == []
+    (unfinished := tmp_path / "unfinished.pt.tmp").touch()
+    threading.Timer(0.2, unfinished.rename, [tmp_path / "step-00000002.pt"]).start()
+    hooks[0]()
+    assert killed == [signal.SIGKILL]
