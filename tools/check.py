@@ -118,7 +118,7 @@ def train(run, output):
         log = output.with_name(f"{output.name}.{number}.txt")
         log.write_text(text)
         last = number == len(run["tasks"])
-        if last != (code == 0):
+        if last != (code == 0) or not (last or any(output.glob(f"{task}*"))):
             steps = re.findall(r"^step (\d+)/", text, re.MULTILINE)
             run["verdict"] = f"fails after step {steps[-1]}" if steps else "fails in step 1"
             error = error_of(run["copy"], text)
