@@ -218,7 +218,7 @@ def test_a_terminal_gets_one_live_display_and_a_dumb_one_plain_lines(tmp_path, m
     assert live.index("\x1b[?25h") < live.index("step 2/4"), "a kill would leave no cursor"
     assert re.search(r"\x1b\[38;5;\d+m━", live)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live)
-    assert re.search("steps ━+ 100%", text) and "eta" not in text
+    assert re.search("steps ━+ 100%", text) and "eta" not in text and text.endswith("}\n")
     lines = [x for x in re.split(r"[\r\n]+", text) if x.startswith("step ")]
     assert [line[:8] for line in lines] == ["step 2/4", "step 4/4", "step 4/4", "step 4/4"]
     assert control_characters(dumb) == [] and dumb.count("step 4/4 epoch 1") == 3
