@@ -79,7 +79,7 @@ def test_a_process_takes_its_own_gpu_and_its_share_of_the_cores(start):
         ({"OMP_NUM_THREADS": "1"}, [], 1),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a launcher's default"}, [], 3),
         ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "the user's own"}, [], 4),
-        ({"OMP_NUM_THREADS": "4"}, ["--threads", "2"], 2),
+        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "and a flag"}, ["--threads", "1"], 1),
         ({"LOCAL_WORLD_SIZE": "8"}, [], 1),
     ],
 )
