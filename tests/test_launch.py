@@ -51,7 +51,8 @@ def start(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(distributed, "new_group", lambda *_: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    environment = {"PATH": os.environ["PATH"], "TORCHINDUCTOR_CACHE_DIR": "/not/there/yet"}
+    monkeypatch.setattr(os, "environ", environment)
     yield call
     faulthandler.cancel_dump_traceback_later()
 
