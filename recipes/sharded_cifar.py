@@ -243,7 +243,7 @@ def make_mesh(accelerator, replicas):
         backend = "nccl" if device == "cuda" else "gloo"
         distributed.init_process_group(backend, None, TIMEOUT, 1, 0, distributed.HashStore())
     if replicas == 1:
-        return DeviceMesh.from_group(distributed.group.WORLD, device, mesh_dim_names=("shards",))
+        return DeviceMesh.from_group(distributed.group.WORLD, device)
     ranks = torch.arange(processes).view(replicas, -1)
     rows, _ = distributed.new_subgroups_by_enumeration(ranks.tolist(), TIMEOUT)
     columns, _ = distributed.new_subgroups_by_enumeration(ranks.T.tolist(), TIMEOUT)

@@ -18,6 +18,7 @@ from conftest import (
     ROUNDING,
     SHORT,
     Exit,
+    assert_identical,
     assert_same_training,
     copy,
     load,
@@ -240,6 +241,15 @@ def test_tied_weights_and_buffers_are_those_of_ddp(tmp_path):
     ddp, sharded = train_forked(tmp_path, *((2, script, flags) for script in scripts))
     assert "third.weight" not in sharded.weights
     assert_same_training(sharded, ddp, ROUNDING)
+
+
+def test_shards_in_lists_are_written_as_shards_too(monkeypatch):
+    """Some optimizers keep lists of matrices."""
+    monkeypatch.setattr(recipe, "DTensor", torch.Tensor)
+    state, shards = {"factors": [torch.ones(2), (torch.zeros(3), 7)]}, {}
+    rest = recipe.without_shards(state, shards)
+    assert rest == {"factors": [None, (None, 7)]} and len(shards) == 2
+    assert_identical(recipe.with_shards(rest, shards), state)
 
 
 @pytest.mark.slow
