@@ -36,8 +36,10 @@ FILES += [f"tools/{name}.py" for name in ("check", "new", "shared_block", "sync"
 SMOKE = {"recipes": "checkpoints::test_stopped_and_resumed", "tools": "sync"}
 # The test files that reach a function of this name, class or file, the quickest first. Others have
 # those of `recipes`. Then come the REST.
-REST = {"tools": "readme"}
-REST["recipes"] = "sync configs data launch ranks recipes tokens others_files hangs readme"
+REST = {
+    "recipes": "sync configs data launch ranks recipes tokens others_files hangs readme",
+    "tools": "readme",
+}
 TESTS = {
     "recipes": "errors training checkpoints interruption",
     "Checkpoints": "checkpoints sharded errors",
